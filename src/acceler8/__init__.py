@@ -1,0 +1,71 @@
+"""acceler8: FP8 training for PyTorch, behind one switch, with proof.
+
+Names are loaded on first use, so ``import acceler8`` is quick, imports no vendor package and touches no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    "Accelerator": "acceler8.accelerator",
+    "Plan": "acceler8.conversion",
+    "Recipe": "acceler8.recipes",
+    "StepClock": "acceler8.scaling",
+    "attach": "acceler8.conversion",
+    "convert": "acceler8.conversion",
+    "evaluate_in_fp8": "acceler8.conversion",
+    "fp8_state_dict": "acceler8.nn",
+    "load_fp8_state_dict": "acceler8.nn",
+    "plan": "acceler8.conversion",
+    "record_statistics": "acceler8.health",
+    "restore": "acceler8.conversion",
+    "selftest": "acceler8.health",
+    "step": "acceler8.conversion",
+    "verify": "acceler8.conversion",
+    "window": "acceler8.conversion",
+}
+
+if TYPE_CHECKING:
+    from acceler8.accelerator import Accelerator
+    from acceler8.conversion import Plan, attach, convert, evaluate_in_fp8, plan, restore, step, verify, window
+    from acceler8.nn import fp8_state_dict, load_fp8_state_dict
+    from acceler8.recipes import Recipe
+    from acceler8.scaling import StepClock
+    from acceler8.health.selftest import selftest
+    from acceler8.health import record_statistics
+
+__all__ = [
+    "Accelerator",
+    "Plan",
+    "Recipe",
+    "StepClock",
+    "attach",
+    "convert",
+    "evaluate_in_fp8",
+    "fp8_state_dict",
+    "load_fp8_state_dict",
+    "plan",
+    "record_statistics",
+    "restore",
+    "selftest",
+    "step",
+    "verify",
+    "window",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'acceler8' has no attribute {name!r}; it offers: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

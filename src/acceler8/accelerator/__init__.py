@@ -1,0 +1,10 @@
+"""What a training script holds. Wires the layers below, computes nothing."""
+
+from __future__ import annotations
+
+from acceler8.accelerator.accelerator import Accelerator
+from acceler8.accelerator.optimizer import AcceleratedOptimizer
+from acceler8.accelerator.report import Fp8Report
+from acceler8.accelerator.scheduler import AcceleratedScheduler
+
+__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator", "Fp8Report"]

@@ -1,0 +1,239 @@
+"""``Accelerator``: the object that a training script holds.
+
+    accelerator = Accelerator(mixed_precision="fp8")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+The interface is Hugging Face Accelerate's, so a script changes one import. The state is this object's own: no
+process-wide singleton, no environment variable is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from acceler8.accelerator.gradients import GradientState
+from acceler8.accelerator.loader import AcceleratedLoader
+from acceler8.accelerator.optimizer import AcceleratedOptimizer
+from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
+from acceler8.accelerator.report import Fp8Report
+from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.conversion import Plan, convert, plan
+from acceler8.errors import RecipeError, unknown_name
+from acceler8.nn import find_state, state_of
+from acceler8.parallel import SingleProcess, Strategy
+from acceler8.recipes import Recipe, resolve
+from acceler8.scaling import StepClock
+
+_log = logging.getLogger("acceler8")
+
+
+class Accelerator:
+    """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
+
+    mixed_precision: ``no``, ``fp16`` (with a loss scaler), ``bf16`` or ``fp8`` (FP8 layers in a BF16 model).
+    recipe: for ``fp8``: a name or a Recipe; default ``rowwise``. backend: who computes FP8; default ``native``.
+    skip: layers that stay in high precision, beside the default ones.
+    cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the current GPU, else the CPU.
+    gradient_accumulation_steps: micro-batches a step; the loss is divided by it.
+    Raises: RecipeError for an unknown word or recipe, or a recipe without ``fp8``.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str = "no",
+        *,
+        recipe: str | Recipe | None = None,
+        backend: str = "native",
+        skip: Iterable[str] | None = None,
+        cpu: bool = False,
+        device: torch.device | str | None = None,
+        gradient_accumulation_steps: int = 1,
+    ) -> None:
+        if mixed_precision not in PRECISIONS:
+            raise RecipeError(unknown_name("mixed_precision", mixed_precision, PRECISIONS))
+        if recipe is not None and mixed_precision != "fp8":
+            raise RecipeError(
+                f"got recipe={recipe!r} with mixed_precision={mixed_precision!r}; allowed: a recipe only with 'fp8'; set"
+                " mixed_precision='fp8' or leave the recipe out"
+            )
+        if gradient_accumulation_steps < 1:
+            raise RecipeError(f"gradient_accumulation_steps={gradient_accumulation_steps}; allowed: 1 or more")
+        self.mixed_precision = mixed_precision
+        self.recipe = resolve(recipe) if mixed_precision == "fp8" else None
+        self.backend, self.skip = backend, skip
+        self.gradients = GradientState(num_steps=gradient_accumulation_steps)
+        self.clock = StepClock()
+        self.strategy: Strategy = SingleProcess(_pick_device(device, cpu))
+        self.scaler = torch.amp.GradScaler(self.device.type) if mixed_precision == "fp16" else None
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's models and batches are."""
+        return self.strategy.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What 16-bit work runs in, and what a frozen model should be cast to: bf16 under ``fp8``."""
+        return PRECISIONS[self.mixed_precision] or torch.float32
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return self.strategy.num_processes
+
+    @property
+    def is_main_process(self) -> bool:
+        """True in the process that prints and writes."""
+        return self.strategy.process_index == 0
+
+    @property
+    def sync_gradients(self) -> bool:
+        """True in the micro-batch whose backward completes a step."""
+        return self.gradients.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self.gradients.num_steps
+
+    @property
+    def plan(self) -> Plan | None:
+        """The FP8 plan of the first prepared model; None before there is one, or without ``fp8``."""
+        plans = self.fp8_report().plans
+        return plans[0] if plans else None
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare models, optimizers, DataLoaders and schedulers, in any order and in one call or several.
+
+        Returns them in the order given (one object if one was given). Models come back as the same object; an optimizer
+        made before or after its model is prepared holds the right Parameters either way. Anything else is returned
+        unchanged. Preparing an object twice changes nothing.
+        """
+        for obj in objects:  # models first: the others may depend on what becomes of their Parameters
+            if isinstance(obj, nn.Module):
+                self._prepare_model(obj)
+        prepared = [self._prepare_one(obj) for obj in objects]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_model(self, model: nn.Module) -> None:
+        if any(model is known for known in self._models):
+            return
+        self.strategy.prepare_model(model)
+        if self.recipe is not None and find_state(model) is None:
+            made = plan(model, self.recipe, self.backend, skip=self.skip)
+            for warning in made.warnings:
+                warnings.warn(warning, stacklevel=3)
+            for note in made.notes:
+                _log.info("%s: %s", made.model, note)
+            convert(model, made, clock=self.clock)
+        wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision])
+        self._models.append(model)
+
+    def _prepare_one(self, obj: Any) -> Any:
+        if isinstance(obj, AcceleratedOptimizer | AcceleratedScheduler | AcceleratedLoader):
+            return obj
+        if isinstance(obj, Optimizer):
+            self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler))
+            return self._optimizers[-1]
+        if isinstance(obj, LRScheduler):
+            return AcceleratedScheduler(obj, self.gradients, self._optimizers)
+        if isinstance(obj, DataLoader):
+            return AcceleratedLoader(obj, self.device, self.gradients)
+        return obj
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward()`` with the loss divided by the micro-batches of a step (and scaled, under FP16)."""
+        loss = loss / self.gradients.num_steps
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Compute in the 16-bit dtype of ``mixed_precision`` inside; for code outside a prepared model's forward."""
+        dtype = PRECISIONS[self.mixed_precision]
+        with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            yield
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch. Inside, ``optimizer.step()`` and ``zero_grad()`` act only where a step completes.
+
+        Weight codes of FP8 layers are reused between the micro-batches of a step.
+        """
+        self.gradients.begin_micro_batch()
+        targets = models or tuple(self._models)
+        if self.gradients.num_steps > 1:
+            self._set_windows(targets, open_them=True)
+        with ExitStack() as stack:
+            if not self.gradients.sync_gradients:
+                for model in targets:
+                    stack.enter_context(self.strategy.no_sync(model))
+            try:
+                yield
+            finally:
+                if self.gradients.sync_gradients:
+                    self._set_windows(targets, open_them=False)
+
+    def _set_windows(self, models: Iterable[nn.Module], *, open_them: bool) -> None:
+        for model in models:
+            if find_state(model) is not None:
+                for codes in state_of(model).codes:
+                    codes.open() if open_them else codes.close()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward does not exchange gradients between processes."""
+        return self.strategy.no_sync(model)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the global norm of gradients (unscaled first, under FP16); returns the norm before clipping."""
+        parameters = list(parameters)
+        for optimizer in self._optimizers:
+            if self.gradients.sync_gradients:
+                optimizer.unscale()
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The model without what ``prepare`` put around its forward. Its FP8 layers stay; ``acceler8.restore`` undoes them."""
+        unwrap_forward(model)
+        self._models = [known for known in self._models if known is not model]
+        return model
+
+    def fp8_report(self) -> Fp8Report:
+        """Which layers are FP8 and how far the run went; print it."""
+        states = [state for model in self._models if (state := find_state(model)) is not None]
+        return Fp8Report(
+            mixed_precision=self.mixed_precision, plans=[state.plan for state in states], steps=self.clock.ticks
+        )
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` in the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+
+def _pick_device(device: torch.device | str | None, cpu: bool) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if not cpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

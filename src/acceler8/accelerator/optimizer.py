@@ -1,0 +1,86 @@
+"""The optimizer that ``prepare`` returns: steps only where an accumulation window ends, and marks the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from acceler8.accelerator.gradients import GradientState
+from acceler8.scaling import StepClock
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Wraps ``optimizer``; attributes, groups and state are the wrapped optimizer's own."""
+
+    def __init__(
+        self, optimizer: Optimizer, gradients: GradientState, clock: StepClock, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self.optimizer, self.gradients, self.clock, self.scaler = optimizer, gradients, clock, scaler
+        self.step_was_skipped = False
+        self.is_unscaled = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the wrapped optimizer if this micro-batch completes a window, then tick the step clock."""
+        if not self.gradients.sync_gradients:
+            return None
+        if self.scaler is None:
+            out = self.optimizer.step(closure)  # type: ignore[arg-type]
+            self.step_was_skipped = False
+        else:
+            before = self.scaler.get_scale()
+            out = self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.step_was_skipped = self.scaler.get_scale() < before
+            self.is_unscaled = False
+        self.clock.tick()
+        return out
+
+    def unscale(self) -> None:
+        """Bring gradients back to their own units, once a step, before they are clipped or read (FP16 only)."""
+        if self.scaler is not None and not self.is_unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self.is_unscaled = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients where a window ends; inside one they keep adding up."""
+        if self.gradients.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state_dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

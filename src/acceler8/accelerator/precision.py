@@ -1,0 +1,49 @@
+"""What each ``mixed_precision`` word means, and the forward that a prepared model runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+# word -> dtype that autocast computes in; None is full precision. FP8 layers sit in a BF16 model.
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "no": None,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
+
+
+class PreparedForward:
+    """A model's forward under autocast, its floating outputs raised to FP32 (scripts call ``.numpy()`` on them).
+
+    An object, not a closure, so that a prepared model can be copied and pickled.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> None:
+        self.forward, self.device_type, self.dtype = forward, device_type, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype):
+            out = self.forward(*args, **kwargs)
+        return tree_map_only(Tensor, _raise_to_fp32, out)
+
+
+def _raise_to_fp32(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
+    """Let ``model`` run under autocast to ``dtype``; a second call changes nothing."""
+    if dtype is not None and not isinstance(model.__dict__.get("forward"), PreparedForward):
+        model.__dict__["forward"] = PreparedForward(model.forward, device_type, dtype)
+
+
+def unwrap_forward(model: nn.Module) -> None:
+    """Undo ``wrap_forward``."""
+    if isinstance(model.__dict__.get("forward"), PreparedForward):
+        del model.__dict__["forward"]

@@ -1,0 +1,8 @@
+"""Who does the FP8 work: one protocol, one backend a file, a registry."""
+
+from __future__ import annotations
+
+from acceler8.backends.protocol import Backend
+from acceler8.backends.registry import get, names
+
+__all__ = ["Backend", "get", "names"]

@@ -1,0 +1,105 @@
+"""The native backend: our own kernels, by changing a layer's class in place.
+
+No module is created and no Parameter replaced, so hooks, attributes, the training flag, state_dict keys, ties,
+requires_grad, ``isinstance`` and deepcopy all survive, and an optimizer that already holds the Parameters stays right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from acceler8.kernels import has_hardware_matmul
+from acceler8.nn import Fp8Linear, LayerState, ModelState
+from acceler8.recipes import DelayedScaling, Recipe
+from acceler8.scaling import AmaxState
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROLES = ("x", "w", "dy")
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class that the model's author gave a module: FSDP2 puts its mixin and a new class in front of it."""
+    cls = type(module)
+    if cls.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in cls.__mro__):
+        return next(b for b in cls.__mro__[1:] if b.__name__ not in ("FSDPModule",) and issubclass(b, nn.Module))
+    return cls
+
+
+def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    """Set a module's class from ``old`` to ``new``, behind FSDP2's mixin too if it is there."""
+    cls = type(module)
+    if cls is old:
+        module.__class__ = new
+        return
+    bases = tuple(new if base is old else base for base in cls.__bases__)
+    module.__class__ = type(f"FSDP{new.__name__}", bases, dict(cls.__dict__))
+
+
+class NativeBackend:
+    """FP8 by acceler8's own kernels; on devices without FP8 GEMMs the same numerics, emulated."""
+
+    name = "native"
+
+    def unavailable(self) -> str | None:
+        """Always there: pure PyTorch, with Triton on GPUs."""
+        return None
+
+    def notes(self, recipe: Recipe, device: torch.device) -> list[str]:
+        """Says when products are emulated."""
+        gemms = [g for g in (recipe.fprop, recipe.dgrad, recipe.wgrad) if g.is_fp8]
+        if all(has_hardware_matmul(device, gemm.a.granularity) for gemm in gemms):
+            return []
+        what = "the CPU" if device.type == "cpu" else f"{device.type} here"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            what = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+        return [f"emulated: {what} has no {recipe.granularity} FP8 GEMM; same numerics, no speed-up, no less memory in GEMMs"]
+
+    def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
+        """The layer rules of FP8 GEMMs and of class change."""
+        if hasattr(module, "parametrizations"):
+            return "parametrised (its weight is computed, not stored)"
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+            return "no 2-D weight"
+        if weight.dtype not in _WEIGHT_DTYPES:
+            return f"weight is {str(weight.dtype).removeprefix('torch.')}, not bf16, fp16 or fp32"
+        odd = [n for n in (weight.shape[1], weight.shape[0]) if n % 16]
+        if odd and recipe.fp8_gemms:
+            return f"{' and '.join(map(str, odd))} not a multiple of 16, which FP8 GEMM needs"
+        if plain_type(module) is not nn.Linear:
+            return f"{plain_type(module).__name__} is a subclass of nn.Linear: its own forward would be lost"
+        return None
+
+    def convert_layers(self, layers: list[tuple[str, nn.Module]], recipe: Recipe, state: ModelState) -> None:
+        """Change the class of each layer and give it its state."""
+        amax = _amax_state(layers, recipe)
+        if amax is not None:
+            state.amax = amax
+            state.clock.subscribe(amax.update)
+        state.clock.subscribe(state.drop_codes)
+        for i, (name, module) in enumerate(layers):
+            layer = LayerState(name, recipe, state.clock, amax=amax, first_slot=len(ROLES) * i)
+            state.codes.append(layer.codes)
+            module.__dict__["_acceler8_layer"] = layer
+            swap_class(module, nn.Linear, Fp8Linear)
+
+    def restore_layers(self, model: nn.Module) -> None:
+        """Set each class back and drop the state."""
+        for module in model.modules():
+            if isinstance(module, Fp8Linear):
+                swap_class(module, Fp8Linear, nn.Linear)
+                del module.__dict__["_acceler8_layer"]
+
+
+def _amax_state(layers: list[tuple[str, nn.Module]], recipe: Recipe) -> AmaxState | None:
+    scaling = recipe.scaling
+    if not isinstance(scaling, DelayedScaling) or not layers:
+        return None
+    weight: Any = layers[0][1].weight
+    device = weight.device if weight.device.type != "meta" else torch.device("cpu")
+    names = [f"{name}.{role}" for name, _ in layers for role in ROLES]
+    return AmaxState(names, scaling.amax_history_len, scaling.amax_compute_algo, scaling.interval, device)

@@ -1,0 +1,37 @@
+"""What acceler8 asks of a backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from acceler8.nn import ModelState
+from acceler8.recipes import Recipe
+
+
+class Backend(Protocol):
+    """Turns chosen layers of a model into FP8 layers, and back."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot be used here (say, a missing library and how to install it); None if it can."""
+        ...
+
+    def notes(self, recipe: Recipe, device: torch.device) -> list[str]:
+        """What a plan should say about this recipe on this device, such as emulation."""
+        ...
+
+    def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
+        """Why this layer stays in high precision; None if the backend takes it."""
+        ...
+
+    def convert_layers(self, layers: list[tuple[str, nn.Module]], recipe: Recipe, state: ModelState) -> None:
+        """Make these layers FP8, in place. All or none: raise before changing the first."""
+        ...
+
+    def restore_layers(self, model: nn.Module) -> None:
+        """Undo ``convert_layers`` for every layer inside ``model``."""
+        ...

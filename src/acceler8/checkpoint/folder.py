@@ -1,0 +1,128 @@
+"""A folder that is written whole or not at all.
+
+The new content is built in a hidden sibling, ``.NAME.writing-*``; each file and the folder are flushed to the
+disk; then the sibling takes the name. A folder cannot be renamed onto one that has files, so the one it
+replaces steps aside first, as ``.NAME.previous``. Whenever the writer dies, a reader finds the old content or
+the new: between the two renames NAME is missing for a moment and ``readable`` answers with the sibling. One
+writer a folder; a reader that meets a swap half-way gets an error, never a mix, since every file is hashed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from acceler8.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+"""The file that makes a folder a checkpoint; written last."""
+
+
+def readable(folder: Path) -> Path:
+    """``folder``, or the sibling that holds its content because a writer died between the two renames."""
+    previous = _previous(folder)
+    return previous if not (folder / MANIFEST).is_file() and (previous / MANIFEST).is_file() else folder
+
+
+@contextmanager
+def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
+    """An empty folder to fill; a clean exit makes it ``folder``, an exception removes it and changes nothing.
+
+    Files in the replaced folder whose names are not in ``owned`` belong to someone else and are carried over.
+    Raises: CheckpointError if ``folder`` is something else than a checkpoint or an empty folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _settle(folder)
+    _check_target(folder)
+    building = folder.with_name(f".{folder.name}.writing-{secrets.token_hex(4)}")
+    building.mkdir()
+    try:
+        yield building
+        if folder.is_dir():
+            _carry_over(folder, building, owned)
+        sync_folder(building)
+        _swap_in(building, folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of ``path`` is on the disk."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in ``path`` are on the disk; Windows cannot open a folder and needs no asking."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _settle(folder: Path) -> None:
+    """Clear up after a killed writer: half-built siblings go, a stranded old folder gets its name back."""
+    for left in folder.parent.glob(f".{_escape(folder.name)}.writing-*"):
+        shutil.rmtree(left)
+    previous = _previous(folder)
+    if readable(folder) == previous:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        if not folder.exists():
+            previous.rename(folder)
+    elif (folder / MANIFEST).is_file() and previous.is_dir():
+        shutil.rmtree(previous)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _check_target(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; a checkpoint is a folder: choose another name")
+    if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} holds files but no checkpoint, so it is not overwritten; choose another folder, or "
+            "empty it"
+        )
+
+
+def _carry_over(old: Path, new: Path, owned: frozenset[str]) -> None:
+    for entry in old.iterdir():
+        if entry.name in owned:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, new / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _swap_in(building: Path, folder: Path) -> None:
+    previous = _previous(folder)
+    replaces = folder.is_dir()
+    if replaces:
+        folder.rename(previous)
+    try:
+        building.rename(folder)
+    except BaseException:
+        if replaces:
+            previous.rename(folder)
+        raise
+    sync_folder(folder.parent)
+    if replaces:
+        shutil.rmtree(previous)

@@ -1,0 +1,207 @@
+"""Reading a checkpoint: all that is asked for is read, verified and compared before anything is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from acceler8.checkpoint.compare import compare_config
+from acceler8.checkpoint.folder import MANIFEST, readable
+from acceler8.checkpoint.manifest import Manifest, check_hash, is_checkpoint_folder, read_manifest
+from acceler8.checkpoint.model import check_fit, load_state
+from acceler8.checkpoint.optimizer import load_named_state
+from acceler8.checkpoint.rng import check_rng, restore_rng
+from acceler8.checkpoint.save import FP8, MODEL, Stateful
+from acceler8.checkpoint.tensorfile import read_tensors
+from acceler8.checkpoint.tree import decode
+from acceler8.errors import CheckpointError, unknown_name
+
+Action = Callable[[], None]
+
+
+def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """True if ``folder`` is a checkpoint that was written to its end. Reads ``checkpoint.json`` only."""
+    return is_checkpoint_folder(readable(Path(os.path.realpath(folder))))
+
+
+def load(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint; ``checkpoint.json`` is read now, other files are hashed and read when first needed.
+
+    Raises: CheckpointError if the folder is none, lacks a file, has one of another size, or is of a newer
+    format.
+    """
+    path = readable(Path(os.path.realpath(folder)))
+    return Checkpoint(path, read_manifest(path))
+
+
+class Checkpoint:
+    """One checkpoint, open for reading; every access to a damaged file raises CheckpointError naming it."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._manifest = manifest
+        self._verified: set[str] = set()
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far the run was: what ``save`` was given."""
+        return self._decode(self._manifest.progress, {}, MANIFEST)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration: what ``save`` was given."""
+        return self._decode(self._manifest.config, {}, MANIFEST)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of ``acceler8`` and ``torch`` that wrote it."""
+        return {"acceler8": self._manifest.acceler8, "torch": self._manifest.torch}
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """What is inside: some of model, fp8, optimizer, extra, module_extra, rng."""
+        return tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in self._manifest.files))
+
+    def verify(self) -> None:
+        """Hash every file against ``checkpoint.json``; raises CheckpointError for the first that differs."""
+        for name in self._manifest.files:
+            self._verified_path(name)
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state_dict, on the CPU; tied names share one tensor, as they did."""
+        return self._model_state(mapped=False)
+
+    def fp8_state(self) -> dict[str, Tensor]:
+        """The FP8 state that was saved, on the CPU; empty if there was none."""
+        return read_tensors(self._verified_path(FP8)) if FP8 in self._manifest.files else {}
+
+    def check_config(self, current: Mapping[str, Any], ignore: frozenset[str] = frozenset()) -> None:
+        """Raise CheckpointError that says what differs between ``current`` and the saved configuration.
+
+        ``ignore`` holds dotted keys that may differ; a key covers all below it.
+        """
+        covered = [(*key.split("."),) for key in ignore]
+        differences = [
+            difference
+            for difference in compare_config(self.config, current)
+            if not any((*difference.key.split("."),)[: len(key)] == key for key in covered)
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{self.folder} was written with a different configuration: "
+                + "; ".join(map(str, differences))
+                + "; resume with the saved values, or start a new run"
+            )
+
+    def restore(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        rng: bool = True,
+        strict: bool = True,
+    ) -> tuple[str, ...]:
+        """Load into the objects given; whatever does not fit raises before any of them is changed.
+
+        With ``strict`` names, shapes, dtypes, ties and the optimizer's class must be as saved. Without it,
+        names, dtypes and ties of the model may differ (values are cast), the class may, and a checkpoint may
+        lack random states; the result lists, a line each, what was let pass. The order is extra, optimizer,
+        model, random generators: an ``extra`` object that rejects its state does so while model and optimizer
+        are untouched. ``optimizer`` needs ``model``, which names its parameters. FP8 state is the caller's to
+        load, from ``fp8_state()``.
+        Raises: CheckpointError.
+        """
+        notes: list[str] = []
+        actions = self._prepare_extra(extra or {})
+        if optimizer is not None:
+            actions.append(self._prepare_optimizer(model, optimizer, strict))
+        if model is not None:
+            actions.append(self._prepare_model(model, strict, notes))
+        if rng:
+            actions.extend(self._prepare_rng(strict, notes))
+        for action in actions:
+            action()
+        return tuple(notes)
+
+    def _prepare_model(self, model: nn.Module, strict: bool, notes: list[str]) -> Action:
+        state = self._model_state(mapped=True)
+        notes.extend(check_fit(state, self._manifest.tied, model.state_dict(), strict=strict))
+        return load_state(model, state)
+
+    def _prepare_optimizer(self, model: nn.Module | None, optimizer: Optimizer, strict: bool) -> Action:
+        if model is None:
+            raise CheckpointError("restore(optimizer=) needs model= too: it names the optimizer's parameters")
+        return load_named_state(self._part("optimizer"), model, optimizer, strict=strict)
+
+    def _prepare_extra(self, extra: Mapping[str, Stateful]) -> list[Action]:
+        saved = self._part("extra") if extra else {}
+        for name, owner in extra.items():
+            if name not in saved:
+                raise CheckpointError(f"{unknown_name('extra', name, saved)}; restore only what was saved")
+            if not callable(getattr(owner, "load_state_dict", None)):
+                raise CheckpointError(
+                    f"extra[{name!r}] is a {type(owner).__qualname__} without load_state_dict(); give it one"
+                )
+        return [self._extra_action(name, owner, saved[name]) for name, owner in extra.items()]
+
+    def _extra_action(self, name: str, owner: Stateful, state: Any) -> Action:
+        def apply() -> None:
+            try:
+                owner.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"extra[{name!r}] rejects its saved state: {error}; model and optimizer are unchanged; "
+                    "build it as it was saved, or leave it out"
+                ) from error
+
+        return apply
+
+    def _prepare_rng(self, strict: bool, notes: list[str]) -> list[Action]:
+        if "rng.json" not in self._manifest.files and not strict:
+            notes.append("no random states in the checkpoint")
+            return []
+        state = self._part("rng")
+        check_rng(state)
+        return [lambda: restore_rng(state)]
+
+    def _model_state(self, *, mapped: bool) -> dict[str, Any]:
+        state: dict[str, Any] = read_tensors(self._verified_path(MODEL), mapped=mapped)
+        state |= {alias: state[kept] for alias, kept in self._manifest.tied.items()}
+        if "module_extra.json" in self._manifest.files:
+            state |= self._part("module_extra")
+        return state
+
+    def _part(self, part: str) -> dict[str, Any]:
+        """The decoded tree of a part."""
+        if f"{part}.json" not in self._manifest.files:
+            hint = "; pass rng=False" if part == "rng" else "; restore without it"
+            raise CheckpointError(f"{self.folder} holds no {part}, only {', '.join(self.contents)}{hint}")
+        path = self._verified_path(f"{part}.json")
+        holds_tensors = f"{part}.safetensors" in self._manifest.files
+        tensors = read_tensors(self._verified_path(f"{part}.safetensors")) if holds_tensors else {}
+        return self._decode(json.loads(path.read_text(encoding="ascii")), tensors, path.name)
+
+    def _decode(self, value: Any, tensors: Mapping[str, Tensor], source: str) -> dict[str, Any]:
+        try:
+            return dict(decode(value, tensors))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / source} is damaged ({error!r}); use another checkpoint"
+            ) from error
+
+    def _verified_path(self, name: str) -> Path:
+        """Path of a file whose bytes are known to be those that were written."""
+        if name not in self._manifest.files:
+            raise CheckpointError(f"{self.folder} lists no {name}; it is damaged: use another checkpoint")
+        path = self.folder / name
+        if name not in self._verified:
+            check_hash(path, self._manifest.files[name]["sha256"])
+            self._verified.add(name)
+        return path

@@ -1,0 +1,152 @@
+"""``checkpoint.json``: what a checkpoint holds, file by file, and who wrote it. Written last, read first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acceler8 import __version__
+from acceler8.checkpoint.folder import MANIFEST, sync_file
+from acceler8.errors import CheckpointError
+
+FORMAT = "acceler8-checkpoint"
+FORMAT_VERSION = 1
+"""Raised when a reader of the old version could misread what the new one writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of ``checkpoint.json``; ``progress`` and ``config`` are in their encoded form."""
+
+    acceler8: str
+    """Version of this package that wrote it."""
+    torch: str
+    """Version of torch that wrote it."""
+    files: Mapping[str, Mapping[str, Any]]
+    """File name -> ``size`` in bytes and ``sha256`` in hex."""
+    tied: Mapping[str, str]
+    """Further name of a tied tensor -> the name that holds its bytes in ``model.safetensors``."""
+    progress: Any
+    """How far the run was, as the caller tells it."""
+    config: Any
+    """Recipe, plan and settings of the run, as the caller tells them."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as strict JSON (no NaN) and flush it."""
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="ascii")
+    sync_file(path)
+
+
+def write_manifest(folder: Path, *, tied: Mapping[str, str], progress: Any, config: Any) -> None:
+    """Describe every file in ``folder``; from here on it is a checkpoint."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "acceler8": __version__,
+        "torch": torch.__version__,
+        "progress": progress,
+        "config": config,
+        "files": files,
+        "tied": dict(tied),
+    }
+    write_json(folder / MANIFEST, content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check ``checkpoint.json``, and that its files are there in full size; hashes are for later.
+
+    Raises: CheckpointError for no checkpoint, one that is damaged, or one of a newer format.
+    """
+    content = _read_content(folder)
+    version = content.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        raise CheckpointError(
+            f"{folder / MANIFEST} has format_version {version!r}; the file is damaged: use another checkpoint"
+        )
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format_version {version}, this acceler8 reads up to {FORMAT_VERSION}; it was "
+            f"written by acceler8 {content.get('acceler8')}: install that or a newer one"
+        )
+    try:
+        manifest = Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
+        sizes = {name: int(entry["size"]) for name, entry in manifest.files.items() if entry["sha256"]}
+        dict(manifest.tied)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST} is damaged ({error!r}); use another checkpoint"
+        ) from error
+    for name, size in sizes.items():
+        _check_size(folder / name, size)
+    return manifest
+
+
+def is_checkpoint_folder(folder: Path) -> bool:
+    """True if ``checkpoint.json`` is there and names this format, of whatever version."""
+    try:
+        _read_content(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def check_hash(path: Path, expected: str) -> None:
+    """Raise CheckpointError unless the bytes of ``path`` are those that were written."""
+    got = file_sha256(path)
+    if got != expected:
+        raise CheckpointError(
+            f"{path} has sha256 {got[:12]}..., saved was {str(expected)[:12]}...: it was changed or damaged "
+            "after it was written; use another checkpoint"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of the file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_content(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        state = (
+            "is a folder without one"
+            if folder.is_dir()
+            else "is no folder"
+            if folder.exists()
+            else "does not exist"
+        )
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: a checkpoint is a folder with a {MANIFEST}, this {state}"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not from acceler8: it lacks 'format': '{FORMAT}'; name a checkpoint's folder"
+        )
+    return content
+
+
+def _check_size(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, {MANIFEST} lists it with {size} bytes; use another checkpoint"
+        )
+    if (got := path.stat().st_size) != size:
+        raise CheckpointError(
+            f"{path} has {got} bytes, {MANIFEST} says {size}: it is damaged; use another checkpoint"
+        )

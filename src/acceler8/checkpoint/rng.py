@@ -1,0 +1,47 @@
+"""The random generators that training draws from: Python, NumPy, torch on the CPU and on each GPU."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from acceler8.errors import CheckpointError
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states now; NumPy's if it is imported and the GPUs' if CUDA is awake, since else none was drawn."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        import numpy
+
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        state["numpy"] = [name, numpy.asarray(keys).tolist(), *rest]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def check_rng(state: dict[str, Any]) -> None:
+    """Raise CheckpointError if there are fewer GPUs than saved generators; more GPUs do no harm."""
+    saved = len(state.get("cuda", ()))
+    if saved and saved > (found := torch.cuda.device_count()):
+        raise CheckpointError(
+            f"the checkpoint holds random states of {saved} GPUs, this machine has {found}; resume on "
+            f"{saved}, or pass rng=False to go on with other random numbers"
+        )
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set every generator that ``state`` names; the others go on as they are."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    for index, generator in enumerate(state.get("cuda", ())):
+        torch.cuda.set_rng_state(generator, index)

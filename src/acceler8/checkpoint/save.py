@@ -1,0 +1,114 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from acceler8.checkpoint.folder import MANIFEST, whole_folder
+from acceler8.checkpoint.manifest import write_json, write_manifest
+from acceler8.checkpoint.model import split_state
+from acceler8.checkpoint.optimizer import named_state
+from acceler8.checkpoint.rng import capture_rng
+from acceler8.checkpoint.tensorfile import write_tensors
+from acceler8.checkpoint.tree import encode
+from acceler8.errors import CheckpointError
+
+PARTS = ("optimizer", "extra", "module_extra", "rng")
+"""Parts that are a tree: each ``PART.json``, and ``PART.safetensors`` where the tree holds tensors."""
+MODEL = "model.safetensors"
+FP8 = "fp8.safetensors"
+OWNED = frozenset(
+    {MANIFEST, MODEL, FP8, *(f"{part}.json" for part in PARTS), *(f"{part}.safetensors" for part in PARTS)}
+)
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken and given back: a scheduler, a loader, an object of the user's."""
+
+    def state_dict(self) -> Any:
+        """The state, of JSON-able values and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Take the state back."""
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    fp8_state: Mapping[str, Tensor] | None = None,
+    extra: Mapping[str, Stateful] | None = None,
+    progress: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    rng: bool = True,
+) -> Path:
+    """Write one checkpoint folder, whole or not at all; the one that it replaces stays until then.
+
+    Tensors keep shape, dtype and bits, on any device; tied weights are written once. ``fp8_state`` is what
+    the model's FP8 layers keep outside state_dict; ``extra`` names objects with a state_dict; ``progress``
+    and ``config`` are plain values (no tensors) that come back as they were. ``rng`` adds every random
+    generator, taken last, after the state_dicts above have drawn what they draw. Returns the folder's
+    absolute path. Nothing in it needs pickle.
+    Raises: CheckpointError naming what cannot be stored, a folder that is something else, or a disk that
+    fails.
+    """
+    target = Path(os.path.realpath(folder))
+    try:
+        with whole_folder(target, OWNED) as building:
+            tensors, tied, module_extra = split_state(model.state_dict())
+            write_tensors(building / MODEL, tensors, "model")
+            if fp8_state:
+                write_tensors(building / FP8, fp8_state, "fp8_state")
+            if module_extra:
+                _write_part(building, "module_extra", module_extra)
+            if optimizer is not None:
+                _write_part(building, "optimizer", named_state(model, optimizer))
+            if extra:
+                _write_part(
+                    building, "extra", {name: _state_of(name, owner) for name, owner in extra.items()}
+                )
+            if rng:
+                _write_part(building, "rng", capture_rng())
+            write_manifest(
+                building, tied=tied, progress=_plain(progress, "progress"), config=_plain(config, "config")
+            )
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {target}: {error}; what was there before is untouched; check space and "
+            "permissions"
+        ) from error
+    return target
+
+
+def _write_part(folder: Path, part: str, tree: object) -> None:
+    value, tensors = encode(tree, part)
+    write_json(folder / f"{part}.json", value)
+    if tensors:
+        write_tensors(folder / f"{part}.safetensors", tensors, part)
+
+
+def _state_of(name: str, owner: object) -> Any:
+    if not callable(getattr(owner, "state_dict", None)) or not callable(
+        getattr(owner, "load_state_dict", None)
+    ):
+        raise CheckpointError(
+            f"extra[{name!r}] is a {type(owner).__qualname__} without state_dict() and load_state_dict(); "
+            "give it both, or put plain values into progress"
+        )
+    return owner.state_dict()  # type: ignore[attr-defined]
+
+
+def _plain(values: Mapping[str, Any] | None, where: str) -> Any:
+    value, tensors = encode(dict(values or {}), where)
+    if tensors:
+        raise CheckpointError(
+            f"{where}.{next(iter(tensors))} is a tensor; {where} holds plain values: use .item() or extra"
+        )
+    return value

@@ -1,0 +1,21 @@
+"""Plan, convert, restore, verify: deciding what becomes FP8, making it so, and proving it."""
+
+from __future__ import annotations
+
+from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
+from acceler8.conversion.plan import Plan, PlanRow, plan
+from acceler8.conversion.verify import VerifyReport, verify
+
+__all__ = [
+    "Plan",
+    "PlanRow",
+    "VerifyReport",
+    "attach",
+    "convert",
+    "evaluate_in_fp8",
+    "plan",
+    "restore",
+    "step",
+    "verify",
+    "window",
+]

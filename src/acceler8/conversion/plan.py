@@ -1,0 +1,276 @@
+"""The plan: what would become FP8, what would not, and why. Making one changes nothing.
+
+One row for each layer that multiplies: every ``nn.Linear`` (and subclass), and every other module with a weight
+matrix of its own, so that a model whose work sits elsewhere (Conv1D, fused experts) shows it. FLOPs are per token:
+2 per weight and GEMM, for fprop, dgrad and (if the weight is trained) wgrad; attention and convolution windows are not
+counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from acceler8 import backends
+from acceler8.backends.native import plain_type
+from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
+from acceler8.errors import PlanError, unknown_name
+from acceler8.nn import find_state
+from acceler8.recipes import Recipe, resolve
+
+LOW_COVERAGE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One layer: FP8 or not, and why."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    """Of the weight: (out_features, in_features) for nn.Linear."""
+    dtype: str
+    parameters: int
+    flops_per_token: int
+    is_fp8: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """FP8 and all, by layers, parameters (of the whole model) and FLOPs (of the rows)."""
+
+    fp8_layers: int
+    layers: int
+    fp8_parameters: int
+    parameters: int
+    fp8_flops_per_token: int
+    flops_per_token: int
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the rows' FLOPs in FP8 layers, 0 to 1."""
+        return self.fp8_flops_per_token / self.flops_per_token if self.flops_per_token else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Printable, JSON-able description of a conversion; ``convert`` carries it out."""
+
+    model: str
+    recipe: Recipe
+    backend: str
+    device: str
+    rows: tuple[PlanRow, ...]
+    totals: Totals
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fp8_names(self) -> tuple[str, ...]:
+        """Names of the layers that become FP8."""
+        return tuple(row.name for row in self.rows if row.is_fp8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; ``from_dict`` restores an equal plan."""
+        rows = [dataclasses.asdict(row) | {"shape": list(row.shape)} for row in self.rows]
+        return {
+            "model": self.model,
+            "recipe": self.recipe.to_dict(),
+            "backend": self.backend,
+            "device": self.device,
+            "totals": dataclasses.asdict(self.totals),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "rows": rows,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Inverse of ``to_dict``. Raises PlanError for an unknown or missing key."""
+        valid = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in valid:
+                raise PlanError(unknown_name("plan key", key, valid))
+        if missing := [key for key in valid if key not in data]:
+            raise PlanError(f"plan lacks {', '.join(missing)}; write it with Plan.to_dict()")
+        rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
+        return cls(
+            **{
+                **data,
+                "recipe": Recipe.from_dict(data["recipe"]),
+                "totals": Totals(**data["totals"]),
+                "notes": tuple(data["notes"]),
+                "warnings": tuple(data["warnings"]),
+                "rows": rows,
+            }
+        )
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def plan(
+    model: nn.Module,
+    recipe: str | Recipe | None = None,
+    backend: str = "native",
+    *,
+    skip: Iterable[str] | None = None,
+    filter_fn: Filter | None = None,
+) -> Plan:
+    """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
+
+    ``recipe`` is a name or a Recipe (default ``rowwise``). ``skip`` names layers to leave: a name, a dotted prefix or
+    suffix, or a glob; added to the recipe's own. ``filter_fn(name, module)`` False leaves a layer too. Left by default:
+    output heads, tied weights, dimensions that are not multiples of 16, subclasses of nn.Linear.
+    The model may be on the meta device.
+    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no layer (the
+        nearest layer is named), or a model that is already converted.
+    """
+    recipe = resolve(recipe)
+    engine = backends.get(backend)
+    if find_state(model) is not None:
+        raise PlanError(f"{type(model).__name__} is converted already; call acceler8.restore(model) first")
+    patterns = _skip_patterns(skip)
+    modules = list(model.named_modules())
+    _check_patterns((*recipe.skip, *patterns), [name for name, _ in modules])
+    heads = output_heads(model)
+    ties = {name: [n for n in names if n != name] for names in tied_names(model) for name in names}
+
+    rows = []
+    for name, module in modules:
+        weights = _own_matrices(module)
+        if not weights:
+            continue
+        reason = None
+        if isinstance(module, nn.Linear):
+            if pattern := first_match(name, (*recipe.skip, *patterns)):
+                reason = f"skipped by name ({pattern})"
+            elif id(module) in heads:
+                reason = heads[id(module)]
+            elif tied := ties.get(f"{name}.weight".lstrip(".")):
+                reason = f"weight tied with {tied[0]}"
+            else:
+                reason = engine.refuses(module, recipe)
+            if reason is None and filter_fn is not None and not filter_fn(name, module):
+                reason = "left by filter_fn"
+        else:
+            reason = f"{plain_type(module).__name__} is not nn.Linear"
+        rows.append(_row(name, module, weights, reason, recipe))
+    return _finish(model, recipe, engine, rows)
+
+
+def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(skip, str):
+        raise PlanError(f"skip={skip!r} is one string; allowed: a list of layer names; write skip=[{skip!r}]")
+    return tuple(skip or ())
+
+
+def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(first_match(name, (pattern,)) for name in names):
+            short = sorted({n.rpartition(".")[2] for n in names if n} | {n for n in names if n.count(".") == 0 and n})
+            raise PlanError(unknown_name("layer in skip", pattern, short[:40]))
+
+
+def _own_matrices(module: nn.Module) -> list[torch.Tensor]:
+    """Weights with two or more dimensions that the module itself multiplies by. Lookups are not multiplications."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return []
+    if hasattr(module, "parametrizations") and isinstance(module, nn.Linear):
+        return [module.weight]
+    return [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
+
+
+def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str | None, recipe: Recipe) -> PlanRow:
+    count = sum(w.numel() for w in weights)
+    own = [p for p in module._parameters.values() if p is not None]
+    trained = any(w.requires_grad for w in weights)
+    largest = max(weights, key=torch.Tensor.numel)
+    return PlanRow(
+        name=name or "(root)",
+        type=plain_type(module).__name__,
+        shape=tuple(largest.shape),
+        dtype=str(largest.dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in own) or count,
+        flops_per_token=(6 if trained else 4) * count,
+        is_fp8=reason is None,
+        reason=reason or _what_is_fp8(recipe, trained),
+    )
+
+
+def _what_is_fp8(recipe: Recipe, trained: bool) -> str:
+    gemms = [g for g in recipe.fp8_gemms if trained or g != "wgrad"]
+    if not gemms:
+        return f"x kept for backward in {recipe.wgrad.b}"
+    return " ".join(gemms) + ("" if trained else " (frozen: no wgrad)")
+
+
+def _finish(model: nn.Module, recipe: Recipe, engine: backends.Backend, rows: list[PlanRow]) -> Plan:
+    first = next(model.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
+    fp8 = [row for row in rows if row.is_fp8]
+    totals = Totals(
+        fp8_layers=len(fp8),
+        layers=len(rows),
+        fp8_parameters=sum(row.parameters for row in fp8),
+        parameters=sum(p.numel() for p in model.parameters()),
+        fp8_flops_per_token=sum(row.flops_per_token for row in fp8),
+        flops_per_token=sum(row.flops_per_token for row in rows),
+    )
+    warnings = []
+    if totals.flops_share < LOW_COVERAGE:
+        why: dict[str, int] = {}
+        for row in rows:
+            if not row.is_fp8:
+                why[row.reason] = why.get(row.reason, 0) + 1
+        worst = "; ".join(f"{n} x {reason}" for reason, n in sorted(why.items(), key=lambda i: -i[1])[:3])
+        warnings.append(
+            f"FP8 would cover {totals.flops_share:.0%} of the matrix FLOPs ({len(fp8)} of {len(rows)} layers), so"
+            f" training would run almost as before. Why: {worst or 'the model has no weight matrices'}"
+        )
+    notes = [*recipe.notes, *(engine.notes(recipe, device) if device.type != "meta" else [])]
+    return Plan(
+        model=type(model).__name__,
+        recipe=recipe,
+        backend=engine.name,
+        device=str(device),
+        rows=tuple(rows),
+        totals=totals,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
+
+
+def render(plan: Plan, width: int = 120) -> str:
+    """The plan as a text table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    t = plan.totals
+    table = Table(title=f"FP8 plan: {plan.model}, recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}")
+    for column, justify in (("layer", "left"), ("type", "left"), ("shape", "right"), ("FP8", "left"), ("why", "left")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in plan.rows:
+        table.add_row(row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no", row.reason)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=False, color_system=None)
+    console.print(table)
+    share = t.fp8_parameters / t.parameters if t.parameters else 0.0
+    console.print(
+        f"FP8: {t.fp8_layers} of {t.layers} layers, {t.fp8_parameters / 1e6:.2f} of {t.parameters / 1e6:.2f} M parameters"
+        f" ({share:.0%}), {t.fp8_flops_per_token / 1e6:.2f} of {t.flops_per_token / 1e6:.2f} MFLOP a token"
+        f" ({t.flops_share:.0%})",
+        soft_wrap=True,
+    )
+    for note in plan.notes:
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+    for warning in plan.warnings:
+        console.print(f"WARNING: {warning}", soft_wrap=True, markup=False)
+    return out.getvalue().rstrip()

@@ -1,0 +1,261 @@
+"""Prove that a converted model still is what its plan promised.
+
+Static checks read state; the step check runs the user's own training step and watches the weights move and the codes
+follow. Each check is a function that returns what is wrong, as sentences with the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from acceler8.errors import VerifyError
+from acceler8.kernels import Quantized, quantize
+from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
+
+StepFunction = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Checks that ran and held, and what each covered."""
+
+    checks: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"ok  {name}: {covered}" for name, covered in self.checks.items())
+
+
+def verify(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: StepFunction | None = None,
+    ignore: tuple[str, ...] = (),
+) -> VerifyReport:
+    """Check the invariants of a converted model.
+
+    Static: ``layers`` are FP8 as planned, ``ties`` intact, ``requires_grad`` and ``dtypes`` unchanged, ``codes`` that an
+    open window keeps equal a fresh cast; with ``optimizer``, every trainable parameter is in exactly one group.
+    ``step`` is a function that does one whole training step (forward, backward, optimizer step); it is **called twice**
+    and both are real steps. Then also: every parameter with a gradient and a learning rate changed (``moved``), and the
+    second step's forward used codes of the weights as the first step left them (``fresh``).
+    ``ignore`` names checks to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
+    Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
+    """
+    state = state_of(model)
+    checks: dict[str, Callable[[], tuple[list[str], str]]] = {
+        "layers": lambda: _layers(model, state),
+        "ties": lambda: _ties(model, state),
+        "requires_grad": lambda: _requires_grad(model, state),
+        "dtypes": lambda: _dtypes(model, state),
+        "codes": lambda: _codes(model),
+    }
+    if optimizer is not None:
+        checks["optimizer"] = lambda: _optimizer(model, optimizer)
+    if step is not None:
+        checks["moved and fresh"] = lambda: _step(model, optimizer, step)
+    held, broken = {}, []
+    for name, check in checks.items():
+        if name in ignore:
+            continue
+        violations, covered = check()
+        broken += [f"{name}: {v}" for v in violations]
+        held[name] = covered
+    if broken:
+        raise VerifyError("\n".join(broken))
+    return VerifyReport(checks=held)
+
+
+def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
+    live = {layer._acceler8_layer.name for _, layer in fp8_layers(model)}
+    planned = {"" if name == "(root)" else name for name in state.plan.fp8_names}
+    bad = [f"layer {n!r} is planned FP8 but is not; convert the model again" for n in sorted(planned - live)]
+    return bad, f"{len(live)} FP8 layers as planned"
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they had at conversion: wrappers put prefixes in front of those."""
+    for module in model.modules():
+        if "_acceler8_model" in module.__dict__:
+            return dict(module.named_parameters(remove_duplicate=False))
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _ties(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
+    named = _named(model)
+    bad = []
+    for names in state.ties:
+        present = [n for n in names if n in named]
+        if len({id(named[n]) for n in present}) > 1:
+            bad.append(f"{' and '.join(present)} shared one Parameter and no longer do; tie them again before training")
+    return bad, f"{len(state.ties)} ties"
+
+
+def _requires_grad(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
+    named = _named(model)
+    bad = [
+        f"{name} was {'trainable' if was else 'frozen'} and now is not; if you meant it, pass ignore=('requires_grad',)"
+        for name, was in state.requires_grad.items()
+        if name in named and named[name].requires_grad != was
+    ]
+    return bad, f"{len(state.requires_grad)} parameters"
+
+
+def _dtypes(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
+    named = _named(model)
+    bad = [
+        f"{name} is {named[name].dtype}, at conversion it was {was}; cast the model before converting it"
+        for name, was in state.dtypes.items()
+        if name in named and named[name].dtype != was
+    ]
+    return bad, f"{len(state.dtypes)} parameters"
+
+
+def _fresh(layer: Fp8Linear, orientation: str) -> Quantized:
+    """A cast of the layer's weight as it is now."""
+    state = layer._acceler8_layer
+    operand = state.recipe.fprop.b if orientation == "rows" else state.recipe.dgrad.b
+    slots = state.slots
+    rows, cols, _ = quantize(
+        layer.weight.detach(),
+        operand.format if orientation == "rows" else None,
+        operand.format if orientation == "cols" else None,
+        operand.granularity,
+        pow2=state.recipe.pow2_scales,
+        margin=state.recipe.margin,
+        amax=slots.w.in_use if slots else None,
+        staging=slots.w.staging.clone() if slots else None,
+    )
+    made = rows if orientation == "rows" else cols
+    assert made is not None
+    return made
+
+
+def _same(a: Quantized, b: Quantized) -> bool:
+    codes = torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    return codes and torch.equal(a.scale_inv.nan_to_num(), b.scale_inv.nan_to_num())
+
+
+def _codes(model: nn.Module) -> tuple[list[str], str]:
+    bad, seen = [], 0
+    for name, layer in fp8_layers(model):
+        for orientation, kept in layer._acceler8_layer.codes.live().items():
+            seen += 1
+            if not _same(kept, _fresh(layer, orientation)):
+                bad.append(
+                    f"{name}.weight changed inside an open window and its kept codes ({orientation}) are stale; close the"
+                    " window, or mark the change with acceler8.step(model)"
+                )
+    return bad, f"{seen} live codes equal a fresh cast"
+
+
+def _optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], str]:
+    owners: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            owners[id(p)] = owners.get(id(p), 0) + 1
+    bad, count = [], 0
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        count += 1
+        if owners.get(id(p), 0) != 1:
+            n = owners.get(id(p), 0)
+            where = "in no group of the optimizer: it will never move" if n == 0 else f"in {n} groups of the optimizer"
+            bad.append(f"{name} is {where}; build the optimizer from the converted model's parameters, each once")
+    return bad, f"{count} trainable parameters, each in one group"
+
+
+def _step(model: nn.Module, optimizer: Optimizer | None, step: StepFunction) -> tuple[list[str], str]:
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    had_gradient: set[str] = set()
+    handles = [
+        p.register_post_accumulate_grad_hook(_NoteGradient(name, had_gradient))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    rates = _learning_rates(optimizer)
+    bad, moved = [], 0
+    for name, p in model.named_parameters():
+        if name not in had_gradient or rates.get(id(p), 1.0) == 0.0:
+            continue
+        if torch.equal(p.detach(), before[name]):
+            bad.append(f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor")
+        else:
+            moved += 1
+    del before
+    stale, used = _codes_used(model, step)
+    bad += stale
+    if not moved:
+        bad.append("no parameter moved: step() must run backward and an optimizer step")
+    return bad, f"{moved} parameters moved, {used} layers used codes of their new weight"
+
+
+class _NoteGradient:
+    """Gradient hook: remember that this parameter got a gradient that is not all zero."""
+
+    def __init__(self, name: str, seen: set[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def __call__(self, p: Tensor) -> None:
+        if p.grad is not None and bool(p.grad.any()):
+            self.seen.add(self.name)
+
+
+def _learning_rates(optimizer: Optimizer | None) -> dict[int, float]:
+    if optimizer is None:
+        return {}
+    return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int]:
+    """Run ``step`` and compare, in each layer's first forward, the codes it multiplies with a cast of its weight."""
+    bad: list[str] = []
+    seen: set[str] = set()
+    handles = []
+    for name, layer in fp8_layers(model):
+        if not layer._acceler8_layer.recipe.fprop.is_fp8:
+            continue
+        handles.append(layer.register_forward_hook(_CompareOutput(name, seen, bad)))
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return bad, len(seen)
+
+
+class _CompareOutput:
+    """Forward hook: the layer's output must be, bit for bit, the one that fresh weight codes give."""
+
+    def __init__(self, name: str, seen: set[str], bad: list[str]) -> None:
+        self.name, self.seen, self.bad = name, seen, bad
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, Fp8Linear)
+        if self.name in self.seen or not layer.training or not args:
+            return
+        self.seen.add(self.name)
+        state = layer._acceler8_layer
+        kept, state.codes = state.codes, type(state.codes)()
+        staged = None if state.amax is None else state.amax.data[0].clone()
+        try:
+            with torch.no_grad():
+                expected = type(layer).forward(layer, args[0])
+        finally:
+            state.codes = kept
+            if state.amax is not None and staged is not None:
+                state.amax.data[0].copy_(staged)
+        if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
+            self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")

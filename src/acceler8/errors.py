@@ -1,0 +1,58 @@
+"""Typed errors. Every message says what was got, what is allowed and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Acceler8Error(Exception):
+    """Base class of every error that acceler8 raises on purpose."""
+
+
+class ShapeError(Acceler8Error, ValueError):
+    """A tensor has a shape, stride or layout that the operation cannot take."""
+
+
+class DtypeError(Acceler8Error, ValueError):
+    """A tensor has a dtype, or a pair of dtypes, that the operation cannot take."""
+
+
+class RecipeError(Acceler8Error, ValueError):
+    """A recipe, format or granularity is unknown or contradicts itself."""
+
+
+class PlanError(Acceler8Error, ValueError):
+    """A plan does not fit the model that it is applied to, or a model cannot be planned."""
+
+
+class VerifyError(Acceler8Error, ValueError):
+    """An invariant of a converted model does not hold."""
+
+
+class CheckpointError(Acceler8Error, ValueError):
+    """A checkpoint cannot be written or is not what it claims to be."""
+
+
+class RunError(Acceler8Error, ValueError):
+    """A run folder, or an input of a run, is unusable."""
+
+
+class NonFiniteError(Acceler8Error, ValueError):
+    """NaN or infinity reached an FP8 operand; the message names layer and operand."""
+
+
+class DoubleBackwardError(Acceler8Error, RuntimeError):
+    """A second derivative was asked of an FP8 layer, whose quantisation has none."""
+
+
+class HardwareError(Acceler8Error, RuntimeError):
+    """The device cannot do what was asked."""
+
+
+def unknown_name(kind: str, got: object, valid: Iterable[str]) -> str:
+    """Message for a name that is not in a registry: what was got, the nearest valid name, all valid names."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"unknown {kind} {got!r}{hint} valid: {', '.join(names)}"

@@ -1,0 +1,8 @@
+"""Operations with gradients, over kernels."""
+
+from __future__ import annotations
+
+from acceler8.functional.linear import LinearSlots, linear
+from acceler8.functional.weight_codes import WeightCodes
+
+__all__ = ["LinearSlots", "WeightCodes", "linear"]

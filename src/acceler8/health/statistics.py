@@ -1,0 +1,102 @@
+"""Record what every cast of a model did: amax, saturation, underflow, non-finite values, SQNR, by layer and operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acceler8.errors import NonFiniteError
+from acceler8.kernels import CastStatistics, read_statistics
+from acceler8.nn import fp8_layers, state_of
+
+_OPERAND = {"x": "input", "w": "weight", "dy": "gradient of the output"}
+
+
+class Statistics:
+    """Statistics of the casts inside one ``record_statistics``; read after it, when one copy per device is made."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[str, str], tuple[Tensor, int]] = {}
+
+    def add(self, layer: str, role: str, packed: Tensor, elements: int) -> None:
+        """Add a cast. Stays on the device; no synchronisation."""
+        known = self._packed.get((layer, role))
+        if known is None:
+            self._packed[layer, role] = packed, elements
+            return
+        before, count = known
+        both = torch.stack([before, packed])
+        total = both.sum(0)
+        total[0] = both[:, 0].amax()
+        self._packed[layer, role] = total, count + elements
+
+    def casts(self) -> dict[tuple[str, str], CastStatistics]:
+        """Statistics by ``(layer, role)``, role one of x, w, dy."""
+        return {key: read_statistics(packed, elements) for key, (packed, elements) in self._packed.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One JSON-able row a layer and operand, in the order of the casts."""
+        return [
+            {
+                "layer": layer,
+                "role": role,
+                "amax": s.amax,
+                "elements": s.elements,
+                "saturated": s.saturated,
+                "underflowed": s.underflowed,
+                "nonfinite": s.nonfinite,
+                "squared_error": s.squared_error,
+                "squared_sum": s.squared_sum,
+                "sqnr_db": s.sqnr_db,
+            }
+            for (layer, role), s in self.casts().items()
+        ]
+
+    def problems(self) -> list[str]:
+        """Sentences that name each layer and operand with NaN or inf, in the order in which they were cast."""
+        return [
+            f"{layer}: {s.nonfinite} of {s.elements} values of its {_OPERAND[role]} are NaN or inf"
+            for (layer, role), s in self.casts().items()
+            if s.nonfinite
+        ]
+
+    def check(self) -> None:
+        """Raise NonFiniteError if any cast met NaN or inf; the message names layers and operands, first one first."""
+        if problems := self.problems():
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise NonFiniteError(
+                "; ".join(problems[:5]) + more + ". The first one named is where it began; look at its input, or keep it"
+                " in high precision with skip=[...]"
+            )
+
+
+@contextmanager
+def record_statistics(model: nn.Module) -> Iterator[Statistics]:
+    """Inside, every cast of every FP8 layer of ``model`` (forward and backward) reports its statistics.
+
+    Eager mode only: a compiled region keeps the code it was compiled with. Costs a few reductions a cast and no host
+    synchronisation until the result is read. Raises: PlanError if the model is not converted.
+    """
+    state_of(model)
+    statistics = Statistics()
+    layers = [(name, layer._acceler8_layer) for name, layer in fp8_layers(model)]
+    before = [state.observer for _, state in layers]
+    for name, state in layers:
+        state.observer = _Observer(statistics, name)
+    try:
+        yield statistics
+    finally:
+        for (_, state), observer in zip(layers, before, strict=True):
+            state.observer = observer
+
+
+class _Observer:
+    def __init__(self, statistics: Statistics, layer: str) -> None:
+        self.statistics, self.layer = statistics, layer
+
+    def __call__(self, role: str, packed: Tensor, elements: int) -> None:
+        self.statistics.add(self.layer, role, packed, elements)

@@ -1,0 +1,27 @@
+"""Operations on tensors, one a file: formula, plain-PyTorch reference, Triton kernel, dispatch."""
+
+from __future__ import annotations
+
+from acceler8.kernels.amax import amax_ref, compute_amax
+from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
+from acceler8.kernels.scaled_matmul import (
+    check_operands,
+    has_hardware_matmul,
+    scaled_matmul,
+    scaled_matmul_ref,
+)
+from acceler8.kernels.statistics import CastStatistics, read_statistics
+
+__all__ = [
+    "CastStatistics",
+    "Quantized",
+    "amax_ref",
+    "check_operands",
+    "compute_amax",
+    "has_hardware_matmul",
+    "quantize",
+    "quantize_ref",
+    "read_statistics",
+    "scaled_matmul",
+    "scaled_matmul_ref",
+]

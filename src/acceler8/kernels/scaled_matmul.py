@@ -1,0 +1,221 @@
+"""Scaled matrix product of two FP8 operands.
+
+    y[M, N] = sum_k (a[m, k] * scale_inv_a) * (b[n, k] * scale_inv_b)  (+ bias[n])
+
+Both operands lie contiguous along the contraction ("TN", the only layout of FP8 tensor cores before
+Blackwell). On a GPU that has it this is ``torch._scaled_mm`` or ``F.scaled_mm``; elsewhere codes are decoded
+and multiplied with FP32 accumulation: the same numbers up to accumulation order. The GPU's rules on shapes,
+dtypes and layouts hold on every device, because the CPU's own ``_scaled_mm`` takes anything and would let
+code pass that fails on a GPU.
+
+``fast_accum`` lets Hopper accumulate in its tensor cores' ~14-bit registers; without it partial sums are
+promoted.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from acceler8.errors import DtypeError, HardwareError, ShapeError
+from acceler8.kernels.quantize import Quantized, library
+from acceler8.scaling import (
+    GRANULARITIES,
+    ROWWISE,
+    TENSORWISE,
+    BLOCK_1x128,
+    BLOCK_128x128,
+    Granularity,
+    MX_1x32,
+)
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCKS = (BLOCK_1x128, BLOCK_128x128)
+
+
+def check_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
+    """Raise unless a GPU could multiply these: the rules of cuBLASLt and CUTLASS FP8 on sm_89 and sm_90.
+
+    Raises: ShapeError (contraction differs or is not a multiple of 16, N not a multiple of 16, not
+        contiguous), DtypeError (not FP8, E5M2 x E5M2, output dtype), ShapeError for granularities that cannot
+        be paired.
+    """
+    for name, q in (("a", a), ("b", b)):
+        if q.codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise DtypeError(f"operand {name} is {q.codes.dtype}; allowed: float8_e4m3fn, float8_e5m2")
+        if q.codes.ndim != 2 or not q.codes.is_contiguous():
+            raise ShapeError(
+                f"operand {name} has shape {tuple(q.codes.shape)}, strides {q.codes.stride()}; allowed: 2-D, contiguous"
+                " along the contraction; quantise it in the other orientation instead of transposing codes"
+            )
+    if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
+        raise DtypeError("got E5M2 x E5M2, which no GPU multiplies; allowed: at least one operand in E4M3")
+    if out_dtype not in _OUT_DTYPES:
+        raise DtypeError(f"out_dtype={out_dtype}; allowed: bfloat16, float16, float32")
+    (_, k), (n, k_b) = a.codes.shape, b.codes.shape
+    if k != k_b:
+        raise ShapeError(f"a contracts {k} elements and b {k_b}; allowed: the same number in both")
+    if k % 16 or n % 16:
+        raise ShapeError(
+            f"got K={k}, N={n}; allowed: multiples of 16, which FP8 GEMM needs; pad the layer or skip it in the plan"
+        )
+    if not _can_pair(a.granularity, b.granularity):
+        raise ShapeError(
+            f"got granularities {a.granularity} x {b.granularity}; allowed: the same in both operands, or 1x128 with"
+            " 128x128 (not 128x128 with itself)"
+        )
+
+
+def _can_pair(a: Granularity, b: Granularity) -> bool:
+    if a in _BLOCKS and b in _BLOCKS:
+        return not (a is BLOCK_128x128 and b is BLOCK_128x128)
+    return a is b
+
+
+def scaled_matmul_ref(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Reference: decode, multiply and accumulate in FP32, scale, add bias, round once to ``out_dtype``."""
+    with torch.autocast(a.codes.device.type, enabled=False):
+        if a.granularity.is_blockwise:
+            y = a.dequantize() @ b.dequantize().t()
+        else:
+            y = a.codes.float() @ b.codes.float().t()
+            y = y.mul_(a.scale_inv).mul_(b.scale_inv.t() if b.scale_inv.ndim else b.scale_inv)
+        if bias is not None:
+            y += bias.float()
+        return y.to(out_dtype)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def has_hardware_matmul(device: torch.device, granularity: Granularity) -> bool:
+    """True if ``device`` multiplies FP8 operands of this granularity itself; else the product is emulated."""
+    if device.type != "cuda":
+        return False
+    capability = _capability(device)
+    if granularity in (TENSORWISE, ROWWISE):
+        return capability >= (8, 9)
+    return granularity in _BLOCKS and capability[0] == 9
+
+
+def _scaled_matmul_cuda(
+    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    if a.granularity.is_blockwise:
+        y = _blockwise(a, b, out_dtype)
+        return y if bias is None else y + bias.to(out_dtype)
+    if a.granularity is ROWWISE and out_dtype is not torch.bfloat16:
+        # row scales come with a BF16 output only: multiply unscaled in FP32, then scale
+        one = torch.ones((), device=a.codes.device)
+        y = torch._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        y = y.mul_(a.scale_inv).mul_(b.scale_inv.t())
+        return (y if bias is None else y.add_(bias.float())).to(out_dtype)
+    inside = bias is not None and out_dtype is not torch.float32
+    y = torch._scaled_mm(
+        a.codes,
+        b.codes.t(),
+        a.scale_inv,
+        b.scale_inv.t() if b.scale_inv.ndim else b.scale_inv,
+        bias=bias.to(out_dtype) if inside and bias is not None else None,
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+    return y if bias is None or inside else y.add_(bias.float())
+
+
+def _blockwise(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    recipe = {BLOCK_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
+    return scaled_mm(
+        a.codes,
+        b.codes.t(),
+        _block_scale_layout(a),
+        recipe[a.granularity],
+        _block_scale_layout(b).t(),
+        recipe[b.granularity],
+        output_dtype=out_dtype,
+    )
+
+
+def _block_scale_layout(q: Quantized) -> Tensor:
+    """Scales as cuBLASLt reads them: 1x128 with the outer dimension contiguous, 128x128 with K-blocks filled
+    to 4.
+    """
+    if q.granularity is BLOCK_1x128:
+        return q.scale_inv.t().contiguous().t()
+    return torch.nn.functional.pad(q.scale_inv, (0, -q.scale_inv.shape[1] % 4))
+
+
+def _scaled_matmul(
+    a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None,
+    granularity_a: str, granularity_b: str, out_dtype: torch.dtype, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    qa = Quantized(a, scale_inv_a, GRANULARITIES[granularity_a])
+    qb = Quantized(b, scale_inv_b, GRANULARITIES[granularity_b])
+    if 0 in (*a.shape, b.shape[0]):
+        y = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        return y if bias is None else y + bias.to(out_dtype)
+    if has_hardware_matmul(a.device, qa.granularity):
+        return _scaled_matmul_cuda(qa, qb, bias, out_dtype, fast_accum)
+    return scaled_matmul_ref(qa, qb, bias, out_dtype)
+
+
+def _scaled_matmul_fake(
+    a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None,
+    granularity_a: str, granularity_b: str, out_dtype: torch.dtype, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+library.define(
+    "scaled_matmul(Tensor a, Tensor scale_inv_a, Tensor b, Tensor scale_inv_b, Tensor? bias, str granularity_a,"
+    " str granularity_b, ScalarType out_dtype, bool fast_accum) -> Tensor"
+)
+library.impl("scaled_matmul", _scaled_matmul, "CompositeExplicitAutograd")
+torch.library.register_fake("acceler8::scaled_matmul", _scaled_matmul_fake, lib=library)
+
+
+def scaled_matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Multiply two FP8 operands.
+
+    Shape: a [M, K], b [N, K] -> [M, N] in ``out_dtype`` (bf16, fp16, fp32). bias [N]. M is free, K and N are
+        multiples of 16. Any dimension may be 0: the result is zeros (plus bias).
+    Numerics: products are exact, accumulation FP32 (``fast_accum``: what Hopper's tensor cores keep), one
+        rounding to ``out_dtype``. NaN codes make NaN in the rows and columns that they meet.
+    Raises: ShapeError, DtypeError as ``check_operands``.
+    """
+    check_operands(a, b, out_dtype)
+    y: Tensor = torch.ops.acceler8.scaled_matmul(
+        a.codes,
+        a.scale_inv,
+        b.codes,
+        b.scale_inv,
+        bias,
+        a.granularity.name,
+        b.granularity.name,
+        out_dtype,
+        fast_accum,
+    )
+    return y
+
+
+__all__ = [
+    "HardwareError",
+    "MX_1x32",
+    "check_operands",
+    "has_hardware_matmul",
+    "scaled_matmul",
+    "scaled_matmul_ref",
+]

@@ -1,0 +1,24 @@
+"""Modules over functional: what a converted layer is."""
+
+from __future__ import annotations
+
+from acceler8.nn.linear import Fp8Linear, LayerState
+from acceler8.nn.model_state import (
+    ModelState,
+    find_state,
+    fp8_layers,
+    fp8_state_dict,
+    load_fp8_state_dict,
+    state_of,
+)
+
+__all__ = [
+    "Fp8Linear",
+    "LayerState",
+    "ModelState",
+    "find_state",
+    "fp8_layers",
+    "fp8_state_dict",
+    "load_fp8_state_dict",
+    "state_of",
+]

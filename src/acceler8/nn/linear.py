@@ -1,0 +1,108 @@
+"""``Fp8Linear``: an ``nn.Linear`` whose class was changed.
+
+It owns nothing but a plain attribute with its FP8 state: same Parameters, same state_dict keys, same hooks,
+``isinstance(m, nn.Linear)`` still true. Setting the class back restores the original layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from acceler8.functional import LinearSlots, WeightCodes, linear
+from acceler8.functional.linear import Observer
+from acceler8.recipes import Recipe
+from acceler8.scaling import AmaxSlot, AmaxState, StepClock
+
+_log = logging.getLogger("acceler8")
+_UNMARKED_CALLS = 256
+
+
+@dataclass
+class LayerState:
+    """FP8 state of one layer. Plain data: never a buffer, never in a state_dict."""
+
+    name: str
+    recipe: Recipe
+    clock: StepClock
+    codes: WeightCodes = field(default_factory=WeightCodes)
+    amax: AmaxState | None = None
+    first_slot: int = 0
+    observer: Observer | None = None
+    evaluates_in_fp8: bool = False
+    unmarked_calls: int = 0
+
+    @property
+    def slots(self) -> LinearSlots | None:
+        """This layer's places in the model's amax state; None for current scaling."""
+        if self.amax is None:
+            return None
+        return LinearSlots(*(AmaxSlot(self.amax, self.first_slot + i) for i in range(3)))
+
+    def count_unmarked_call(self) -> None:
+        """Delayed scaling without step boundaries silently is current scaling: say so, once."""
+        if self.amax is None or self.clock.ticks:
+            return
+        self.unmarked_calls += 1
+        if self.unmarked_calls == _UNMARKED_CALLS:
+            _log.warning(
+                "%s: %d training forwards under delayed scaling and no step boundary was marked, so no amax history"
+                " exists; use Accelerator, or acceler8.attach(model, optimizer), or call acceler8.step(model)",
+                self.name,
+                _UNMARKED_CALLS,
+            )
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that computes in the formats of its recipe. Made by conversion, not constructed.
+
+    Shape: [..., in_features] -> [..., out_features], bf16, fp16 or fp32; any number of tokens.
+    In eval() mode it computes in high precision unless its recipe's ``eval`` is ``"fp8"``.
+    """
+
+    _acceler8_layer: LayerState
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias`` by the layer's recipe."""
+        state = self._acceler8_layer
+        if not self.training and not state.evaluates_in_fp8 and state.recipe.eval == "high_precision":
+            return F.linear(input, self.weight, self.bias)
+        if state.amax is not None and self.training and not torch.compiler.is_compiling():
+            state.count_unmarked_call()
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            recipe=state.recipe,
+            slots=state.slots,
+            codes=state.codes,
+            observer=state.observer,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        out = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        state = self._acceler8_layer
+        state.codes.drop()
+        if state.amax is not None:  # follows the module to its device, never to its dtype
+            state.amax.to(self.weight.device)
+        return out
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._acceler8_layer.codes.drop()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Fp8Linear:
+        """Change whether autograd records operations on the parameters; drops kept weight codes."""
+        self._acceler8_layer.codes.drop()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def extra_repr(self) -> str:
+        """The plain layer's description and the recipe."""
+        return f"{super().extra_repr()}, fp8={self._acceler8_layer.recipe.name}"

@@ -1,0 +1,8 @@
+"""How a model is spread over processes: one strategy a file behind one protocol."""
+
+from __future__ import annotations
+
+from acceler8.parallel.protocol import Strategy
+from acceler8.parallel.single import SingleProcess
+
+__all__ = ["SingleProcess", "Strategy"]

@@ -1,0 +1,32 @@
+"""What acceler8 asks of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Strategy(Protocol):
+    """Places a model on this process's device and keeps processes in step."""
+
+    name: str
+    device: torch.device
+    process_index: int
+    num_processes: int
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move or wrap a model. Called after conversion; a strategy that replaces Parameters says so by returning a
+        model whose ``parameters()`` differ, and the accelerator remaps optimizers."""
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward does not exchange gradients."""
+        ...
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip the global gradient norm; returns the norm before clipping."""
+        ...

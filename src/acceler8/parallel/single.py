@@ -1,0 +1,32 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+
+class SingleProcess:
+    """The strategy without communication."""
+
+    name = "single"
+    process_index = 0
+    num_processes = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device; its Parameters stay the same objects."""
+        return model.to(self.device)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Nothing to hold back."""
+        return nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,0 +1,8 @@
+"""What to compute in FP8, and how: a frozen vocabulary, checked once."""
+
+from __future__ import annotations
+
+from acceler8.recipes.recipe import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
+from acceler8.recipes.registry import get, names, resolve
+
+__all__ = ["CurrentScaling", "DelayedScaling", "Gemm", "Operand", "Recipe", "get", "names", "resolve"]

@@ -1,0 +1,249 @@
+"""The parts of a recipe.
+
+A linear layer has three GEMMs, each of two operands:
+
+    fprop   y[M, N]  = x[M, K]   @ w[N, K].T        contracts K (in_features)
+    dgrad   dx[M, K] = dy[M, N]  @ w[N, K]          contracts N (out_features)
+    wgrad   dw[N, K] = dy[M, N].T @ x[M, K]         contracts M (tokens)
+
+A recipe names a format for each of the six operands, or None for high precision. A GEMM runs in FP8 if both of its
+operands are FP8. If only one is, the GEMM runs in high precision on that operand's dequantised values: this is how
+activations are kept for backward in FP8 while every GEMM stays in 16 bit. What wgrad reads of ``x`` is what is saved
+for backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from acceler8.errors import RecipeError, unknown_name
+from acceler8.formats import E4M3, E5M2, FORMATS, Format
+from acceler8.scaling import (
+    BLOCK_1x128,
+    BLOCK_128x128,
+    GRANULARITIES,
+    MX_1x32,
+    ROWWISE,
+    TENSORWISE,
+    Granularity,
+)
+
+Role = Literal["x", "w", "dy"]
+_GEMM_ROLES: dict[str, tuple[Role, Role]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+_GRANULARITY_PAIRS = {
+    "x": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
+    "dy": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
+    "w": (TENSORWISE, ROWWISE, BLOCK_128x128, MX_1x32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One operand of a GEMM: ``format`` None keeps it in high precision."""
+
+    format: Format | None = None
+    granularity: Granularity = TENSORWISE
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if the operand is quantised."""
+        return self.format is not None
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.granularity}" if self.format else "high precision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One GEMM: its two operands in the order of the formulas above."""
+
+    a: Operand
+    b: Operand
+    fast_accum: bool = False
+    """Accumulate in Hopper's ~14-bit tensor-core registers: faster, less exact."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if the GEMM itself runs on FP8 operands."""
+        return self.a.is_fp8 and self.b.is_fp8
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentScaling:
+    """Each scale comes from the amax of the tensor that it scales."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling:
+    """Each scale comes from amaxes of earlier steps. Tensorwise only."""
+
+    amax_history_len: int = 1024
+    """Steps that the history holds."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """How the history becomes one amax."""
+    margin: int = 0
+    """Powers of two of headroom: scale = fmt.max * 2**-margin / amax."""
+    interval: int = 1
+    """Steps between two updates of the amax in use."""
+
+    def __post_init__(self) -> None:
+        for name in ("amax_history_len", "interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RecipeError(f"{name}={value!r}; allowed: an integer of 1 or more")
+        if not isinstance(self.margin, int) or not -16 <= self.margin <= 16:
+            raise RecipeError(f"margin={self.margin!r}; allowed: an integer from -16 to 16")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise RecipeError(unknown_name("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete, checked description of FP8 training for linear layers.
+
+    Derive variants with ``recipe.replace(...)`` or ``recipe.with_gemms(wgrad=False)``. Raises RecipeError for parts
+    that contradict each other.
+    """
+
+    name: str
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+    scaling: CurrentScaling | DelayedScaling = field(default_factory=CurrentScaling)
+    pow2_scales: bool = False
+    """Round scales down to powers of two."""
+    eval: Literal["high_precision", "fp8"] = "high_precision"
+    """What a layer in eval() mode computes in."""
+    skip: tuple[str, ...] = ()
+    """Layers that stay in high precision: a name, a suffix of one (``lm_head``), or a glob (``layers.0.*``)."""
+
+    def __post_init__(self) -> None:
+        if self.eval not in ("high_precision", "fp8"):
+            raise RecipeError(unknown_name("eval policy", self.eval, ("high_precision", "fp8")))
+        if isinstance(self.skip, str) or not all(isinstance(s, str) for s in self.skip):
+            raise RecipeError(f"skip={self.skip!r}; allowed: a tuple of layer names; write skip=({self.skip!r},)")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        for gemm_name, roles in _GEMM_ROLES.items():
+            gemm: Gemm = getattr(self, gemm_name)
+            for role, operand in zip(roles, (gemm.a, gemm.b), strict=True):
+                self._check_operand(gemm_name, role, operand)
+            if gemm.is_fp8 and gemm.a.format is gemm.b.format is E5M2:
+                raise RecipeError(f"{gemm_name} got E5M2 x E5M2, which no GPU multiplies; give one operand E4M3")
+        self._check_shared_casts()
+
+    def _check_operand(self, gemm: str, role: Role, operand: Operand) -> None:
+        if not operand.is_fp8:
+            return
+        if operand.granularity not in _GRANULARITY_PAIRS[role]:
+            allowed = ", ".join(map(str, _GRANULARITY_PAIRS[role]))
+            raise RecipeError(f"{gemm}: {role} has granularity {operand.granularity}; allowed for {role}: {allowed}")
+        if self.is_delayed and operand.granularity is not TENSORWISE:
+            raise RecipeError(
+                f"{gemm}: {role} has granularity {operand.granularity} with delayed scaling; allowed: tensorwise"
+            )
+
+    def _check_shared_casts(self) -> None:
+        """Both uses of x, w and dy are made by one cast, so they share a granularity."""
+        for role, first, second in (
+            ("x", self.fprop.a, self.wgrad.b),
+            ("w", self.fprop.b, self.dgrad.b),
+            ("dy", self.dgrad.a, self.wgrad.a),
+        ):
+            if first.is_fp8 and second.is_fp8 and first.granularity is not second.granularity:
+                raise RecipeError(
+                    f"{role} has granularities {first.granularity} and {second.granularity}; allowed: one for both GEMMs"
+                )
+        for gemm_name in _GEMM_ROLES:
+            gemm: Gemm = getattr(self, gemm_name)
+            kinds = {gemm.a.granularity, gemm.b.granularity}
+            if gemm.is_fp8 and len(kinds) == 2 and kinds != {BLOCK_1x128, BLOCK_128x128}:
+                raise RecipeError(f"{gemm_name} pairs granularities {gemm.a.granularity} and {gemm.b.granularity}")
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if scales come from earlier steps."""
+        return isinstance(self.scaling, DelayedScaling)
+
+    @property
+    def margin(self) -> int:
+        """Powers of two of headroom in the scales."""
+        return self.scaling.margin if isinstance(self.scaling, DelayedScaling) else 0
+
+    @property
+    def granularity(self) -> Granularity:
+        """Granularity of the activations, for tables."""
+        return next((o.granularity for o in (self.fprop.a, self.wgrad.b, self.dgrad.a) if o.is_fp8), TENSORWISE)
+
+    @property
+    def fp8_gemms(self) -> tuple[str, ...]:
+        """Names of the GEMMs that run in FP8."""
+        return tuple(name for name in _GEMM_ROLES if getattr(self, name).is_fp8)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan should say about this recipe."""
+        notes = []
+        if self.fprop.a.format is E5M2 and self.wgrad.b.format is E4M3:
+            notes.append("wgrad re-quantises x in E4M3: no GPU multiplies E5M2 x E5M2")
+        saved = self.wgrad.b
+        if saved.is_fp8 and not self.wgrad.is_fp8:
+            notes.append(f"x is kept for backward in {saved}; wgrad runs in high precision on its dequantised values")
+        return tuple(notes)
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with fields changed. Raises RecipeError for an unknown field, naming the nearest valid one."""
+        valid = [f.name for f in dataclasses.fields(self)]
+        for key in changes:
+            if key not in valid:
+                raise RecipeError(unknown_name("recipe field", key, valid))
+        return dataclasses.replace(self, **changes)
+
+    def with_gemms(self, *, fprop: bool = True, dgrad: bool = True, wgrad: bool = True) -> Recipe:
+        """A copy with the GEMMs given as False in high precision, on operands that are not quantised at all."""
+        plain = Gemm(a=Operand(), b=Operand())
+        off = {n: plain for n, on in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)) if not on}
+        return self.replace(**off)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; ``from_dict`` restores an equal recipe."""
+        gemms = {}
+        for name in _GEMM_ROLES:
+            gemm: Gemm = getattr(self, name)
+            gemms[name] = {
+                side: {"format": o.format.name, "granularity": o.granularity.name} if o.format else None
+                for side, o in (("a", gemm.a), ("b", gemm.b))
+            } | {"fast_accum": gemm.fast_accum}
+        scaling = {"time": "delayed", **dataclasses.asdict(self.scaling)} if self.is_delayed else {"time": "current"}
+        rest = {"pow2_scales": self.pow2_scales, "eval": self.eval, "skip": list(self.skip)}
+        return {"name": self.name, **gemms, "scaling": scaling, **rest}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        """Inverse of ``to_dict``. Raises RecipeError for an unknown key, format or granularity."""
+        data = dict(data)
+        valid = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in valid:
+                raise RecipeError(unknown_name("recipe key", key, valid))
+        for name in _GEMM_ROLES:
+            gemm = data[name]
+            sides = {side: _operand_from_dict(gemm[side]) for side in ("a", "b")}
+            data[name] = Gemm(**sides, fast_accum=gemm["fast_accum"])
+        scaling = dict(data["scaling"])
+        data["scaling"] = DelayedScaling(**scaling) if scaling.pop("time") == "delayed" else CurrentScaling()
+        return cls(**data)
+
+
+def _operand_from_dict(data: dict[str, str] | None) -> Operand:
+    if data is None:
+        return Operand()
+    if data["format"] not in FORMATS:
+        raise RecipeError(unknown_name("format", data["format"], FORMATS))
+    if data["granularity"] not in GRANULARITIES:
+        raise RecipeError(unknown_name("granularity", data["granularity"], GRANULARITIES))
+    return Operand(format=FORMATS[data["format"]], granularity=GRANULARITIES[data["granularity"]])
+
+
+__all__ = ["E4M3", "CurrentScaling", "DelayedScaling", "Gemm", "Operand", "Recipe"]

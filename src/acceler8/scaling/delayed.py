@@ -1,0 +1,80 @@
+"""Delayed scaling: scale from the amax of earlier steps, so that one pass over the tensor is enough.
+
+State of a model is one flat FP32 tensor ``[2 + amax_history_len, slots]``, a slot for each operand of each
+    layer:
+
+    row 0    staging   amax seen in this step; casts only ever max into it
+    row 1    in use    amax from which this step's scales are computed; constant between boundaries
+    row 2..  history   oldest first, newest last
+
+Because a cast reads only row 1 and only maxes into row 0, running a layer twice in a step, or recomputing it
+in backward, changes nothing. At a boundary the staging row enters the history and row 1 becomes ``max`` or
+``most_recent`` over it. Where this improves on TransformerEngine's rule (kept otherwise): a NaN or inf amax
+is dropped at insertion instead of freezing the scale until it leaves the window, and a slot without history
+takes the tensor's own amax (current scaling) instead of scale 1.
+
+It is not a module buffer: ``model.bfloat16()`` would round it and DDP would overwrite it.
+
+Source: Micikevicius et al. 2022, arXiv:2209.05433; TransformerEngine `delayed_scaling.cu` for names and
+    order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STAGING, IN_USE, HISTORY = 0, 1, 2
+
+
+class AmaxState:
+    """Amax histories of all delayed-scaling operands of one model."""
+
+    def __init__(
+        self, names: list[str], history_len: int, algo: str, interval: int, device: torch.device
+    ) -> None:
+        self.names = list(names)
+        self.history_len, self.algo, self.interval = history_len, algo, interval
+        self.steps = 0
+        self.data = torch.zeros(HISTORY + history_len, len(names), dtype=torch.float32, device=device)
+
+    def to(self, device: torch.device) -> None:
+        """Move the state. A meta device is ignored: there is nothing to keep there."""
+        if device.type != "meta" and device != self.data.device:
+            self.data = self.data.to(device)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps. No
+        host sync.
+        """
+        staged, history = self.data[STAGING], self.data[HISTORY:]
+        fresh = staged.isfinite() & (
+            staged > 0
+        )  # an operand that did not run, or saw NaN or inf, keeps its past
+        rolled = torch.cat([history[1:], staged.unsqueeze(0)])
+        history.copy_(torch.where(fresh, rolled, history))
+        self.steps += 1
+        if self.steps % self.interval == 0 or self.steps == 1:
+            self.data[IN_USE].copy_(history[-1] if self.algo == "most_recent" else history.amax(0))
+        staged.zero_()
+
+
+@dataclass(frozen=True)
+class AmaxSlot:
+    """One operand's place in an AmaxState."""
+
+    state: AmaxState
+    index: int
+
+    @property
+    def staging(self) -> Tensor:
+        """[1] FP32 view that casts max the tensor's amax into."""
+        return self.state.data[STAGING, self.index : self.index + 1]
+
+    @property
+    def in_use(self) -> Tensor:
+        """[1] FP32 view with the amax of earlier steps, 0 if there is none yet."""
+        return self.state.data[IN_USE, self.index : self.index + 1]

@@ -1,0 +1,39 @@
+"""What every test shares: the ``requires`` marker, seeded generators and a fixed thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+# Two threads everywhere: sums split the same way on every machine, and a small one is not oversubscribed.
+torch.set_num_threads(2)
+
+
+def missing_hardware(*, sm: int = 0, gpus: int = 1) -> str | None:
+    """What this machine lacks for ``requires(sm=, gpus=)``, in words; None when it lacks nothing."""
+    need = f"needs {gpus} CUDA GPU{'s' * (gpus != 1)}" + (f" of sm_{sm} or newer" if sm else "")
+    if not torch.cuda.is_available():
+        build = "this torch is built without CUDA" if torch.version.cuda is None else "this machine has none"
+        return f"{need}; {build}"
+    found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    if sum(major * 10 + minor >= sm for major, minor in found) >= gpus:
+        return None
+    return f"{need}; this machine has " + ", ".join(f"sm_{major}{minor}" for major, minor in found)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("requires"):
+        if reason := missing_hardware(*marker.args, **marker.kwargs):
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def make_generator() -> Callable[..., torch.Generator]:
+    """``make_generator(seed=0, device="cpu")``: a generator of the test's own, for any order and -k."""
+
+    def make(seed: int = 0, device: str = "cpu") -> torch.Generator:
+        return torch.Generator(device=device).manual_seed(seed)
+
+    return make
