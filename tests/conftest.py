@@ -37,3 +37,9 @@ def make_generator() -> Callable[..., torch.Generator]:
         return torch.Generator(device=device).manual_seed(seed)
 
     return make
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that this machine has: the CPU, and a GPU if there is one."""
+    return request.param

@@ -21,9 +21,7 @@ MODULES = sorted(
 def run_python(code: str) -> str:
     """Standard output of ``code`` in a new interpreter on this source tree; fails on any word to stderr."""
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result.stdout

@@ -67,9 +67,7 @@ def upward_imports(source: str, relative: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        names = [
-            name for name in imported_modules(node, module, is_package) if name.split(".")[0] == "acceler8"
-        ]
+        names = [name for name in imported_modules(node, module, is_package) if name.split(".")[0] == "acceler8"]
         layers = {layer_of(name) for name in names if not name.endswith(".__version__")}
         for layer in sorted(layers, key=str):
             if (LEVEL[layer] if layer else PUBLIC) > own:
@@ -111,9 +109,7 @@ def environment_reads(source: str, relative: str) -> Iterator[str]:
     names = {"environ", "environb", "getenv", "getenvb"}
     for node in ast.walk(ast.parse(source)):
         used = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
-        named = (
-            isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
-        )
+        named = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
         if used or named:
             yield f"{relative}:{node.lineno}: reads the environment; read it in config/ and pass the value"
 

@@ -31,12 +31,22 @@ _EXPORTS: dict[str, str] = {
 
 if TYPE_CHECKING:
     from acceler8.accelerator import Accelerator
-    from acceler8.conversion import Plan, attach, convert, evaluate_in_fp8, plan, restore, step, verify, window
+    from acceler8.conversion import (
+        Plan,
+        attach,
+        convert,
+        evaluate_in_fp8,
+        plan,
+        restore,
+        step,
+        verify,
+        window,
+    )
+    from acceler8.health import record_statistics
+    from acceler8.health.selftest import selftest
     from acceler8.nn import fp8_state_dict, load_fp8_state_dict
     from acceler8.recipes import Recipe
     from acceler8.scaling import StepClock
-    from acceler8.health.selftest import selftest
-    from acceler8.health import record_statistics
 
 __all__ = [
     "Accelerator",

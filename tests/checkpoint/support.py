@@ -34,9 +34,7 @@ def bits(tensor: Tensor) -> list[int]:
 class Net(nn.Module):
     """An embedding tied to the head, a norm, dropout, a bias and a buffer: one of each kind of entry."""
 
-    def __init__(
-        self, generator: torch.Generator, dtype: torch.dtype = torch.float32, tie: bool = True
-    ) -> None:
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype = torch.float32, tie: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 16)
         self.inner = nn.Linear(16, 16)
@@ -76,14 +74,10 @@ class Factored(Optimizer):
                     rows = torch.zeros(grad.shape[:1])
                     columns = torch.zeros(grad.shape[1:]) if grad.ndim > 1 else None
                     codes = torch.zeros(grad.shape, dtype=torch.float8_e4m3fn)
-                    state.update(
-                        step=0, factors=[rows, columns], codes=codes, meta={"kind": "row", "n": (1, None)}
-                    )
+                    state.update(step=0, factors=[rows, columns], codes=codes, meta={"kind": "row", "n": (1, None)})
                 state["step"] += 1
                 rows, columns = state["factors"]
-                rows.mul_(0.5).add_(
-                    grad.square().flatten(1).mean(1) if grad.ndim > 1 else grad.square(), alpha=0.5
-                )
+                rows.mul_(0.5).add_(grad.square().flatten(1).mean(1) if grad.ndim > 1 else grad.square(), alpha=0.5)
                 if columns is not None:
                     columns.mul_(0.5).add_(grad.square().mean(0), alpha=0.5)
                 state["codes"] = grad.to(torch.float8_e4m3fn)

@@ -95,9 +95,7 @@ def test_one_flipped_bit(folder, make_generator, name):
     content = bytearray((folder / name).read_bytes())
     content[-2] ^= 1
     (folder / name).write_bytes(content)
-    restore_must_raise(
-        folder, make_generator, rf"{name} has sha256 .*changed or damaged after it was written"
-    )
+    restore_must_raise(folder, make_generator, rf"{name} has sha256 .*changed or damaged after it was written")
     with pytest.raises(CheckpointError, match=name):
         load(folder).verify()
 
@@ -117,9 +115,7 @@ def edit(folder, **changes):
 
 def test_a_newer_format(folder, make_generator):
     edit(folder, format_version=FORMAT_VERSION + 1, acceler8="9.0")
-    message = (
-        rf"version {FORMAT_VERSION + 1}, this acceler8 reads up to {FORMAT_VERSION}; .* by acceler8 9\.0"
-    )
+    message = rf"version {FORMAT_VERSION + 1}, this acceler8 reads up to {FORMAT_VERSION}; .* by acceler8 9\.0"
     restore_must_raise(folder, make_generator, message)
     assert is_checkpoint(folder)
 

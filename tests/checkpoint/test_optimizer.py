@@ -117,9 +117,7 @@ def test_other_groups_are_an_error(tmp_path, net):
     save(tmp_path / "c", model=net, optimizer=trained(net, OPTIMIZERS["adamw"]))
     train_step(net, OPTIMIZERS["sgd"](two_groups(net)), 9)
     message = refused(tmp_path, net, torch.optim.AdamW(net.parameters()))
-    assert (
-        "optimizer group 0 holds 5 parameters (embed.weight, ...); when saved, embed.weight was in" in message
-    )
+    assert "optimizer group 0 holds 5 parameters (embed.weight, ...); when saved, embed.weight was in" in message
     matrices, vectors = two_groups(net)
     moved = [
         matrices | {"params": [*matrices["params"], vectors["params"][0]]},

@@ -135,9 +135,7 @@ def test_checkpoint_json_is_readable_and_strict(tmp_path, net):
     content = json.loads((folder / "checkpoint.json").read_text(), parse_constant=refuse)
     assert content["format_version"] == FORMAT_VERSION
     listed = {name: entry["size"] for name, entry in content["files"].items()}
-    assert listed == {
-        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "checkpoint.json"
-    }
+    assert listed == {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "checkpoint.json"}
 
 
 def test_random_generators_go_on_as_they_would_have(tmp_path, net):
@@ -246,9 +244,7 @@ def test_other_names_load_what_fits_when_asked(tmp_path, make_generator, net):
 def test_a_wrapper_is_recognised_by_its_prefix(tmp_path, make_generator, net):
     save(tmp_path / "c", model=net)
     wrapped = nn.ModuleDict({"module": Net(make_generator(2))})
-    with pytest.raises(
-        CheckpointError, match=r"the model's names begin with 'module\.', which a wrapper adds"
-    ):
+    with pytest.raises(CheckpointError, match=r"the model's names begin with 'module\.', which a wrapper adds"):
         load(tmp_path / "c").restore(model=wrapped)
     save(tmp_path / "w", model=wrapped)
     with pytest.raises(CheckpointError, match=r"the saved names begin with 'module\.'"):
@@ -338,9 +334,8 @@ def test_resume_from_a_different_configuration_says_what_differs(tmp_path, net):
     checkpoint.check_config(saved | {"steps": 40}, ignore=frozenset({"steps"}))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.check_config({"recipe": {"name": "tensorwise"}, "steps": 40, "seed": 1})
-    assert (
-        "different configuration: recipe.name: saved 'rowwise', now 'tensorwise'; steps: saved 20, now 40"
-        in str(caught.value)
+    assert "different configuration: recipe.name: saved 'rowwise', now 'tensorwise'; steps: saved 20, now 40" in str(
+        caught.value
     )
     with pytest.raises(CheckpointError, match=r"configuration: steps: saved 20, now 40; resume"):
         checkpoint.check_config({"recipe": {}, "steps": 40, "seed": 1}, ignore=frozenset({"recipe"}))

@@ -41,9 +41,7 @@ def test_every_dtype_keeps_its_bits(tmp_path, make_generator, dtype):
 def test_all_codes_of_e4m3(tmp_path):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     write_tensors(tmp_path / "t.safetensors", {"codes": codes}, "t")
-    assert torch.equal(
-        read_tensors(tmp_path / "t.safetensors")["codes"].view(torch.uint8), codes.view(torch.uint8)
-    )
+    assert torch.equal(read_tensors(tmp_path / "t.safetensors")["codes"].view(torch.uint8), codes.view(torch.uint8))
 
 
 def test_shared_and_strided_memory_gets_bytes_of_its_own(tmp_path, make_generator):

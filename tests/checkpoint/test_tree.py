@@ -14,9 +14,7 @@ from acceler8.errors import CheckpointError
 from tests.checkpoint.support import assert_same
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-KEYS = (
-    st.text() | st.integers() | st.sampled_from(["$tensor", "$dict", "a.b", "a"]) | st.none() | st.booleans()
-)
+KEYS = st.text() | st.integers() | st.sampled_from(["$tensor", "$dict", "a.b", "a"]) | st.none() | st.booleans()
 TREES = st.recursive(
     SCALARS,
     lambda inner: (

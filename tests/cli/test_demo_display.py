@@ -13,9 +13,7 @@ from acceler8.cli.demo_display import DemoDisplay
 def _train(display: DemoDisplay, steps: int, first: int = 0) -> None:
     display.training_started("fp8", first, steps)
     for step in range(first + 1, steps + 1):
-        display.step_done(
-            {"precision": "fp8", "step": step, "loss": 2.5, "time_ms": 100.0, "tokens_per_s": 10_240.0}
-        )
+        display.step_done({"precision": "fp8", "step": step, "loss": 2.5, "time_ms": 100.0, "tokens_per_s": 10_240.0})
     display.training_ended("fp8")
 
 

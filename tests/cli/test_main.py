@@ -61,9 +61,7 @@ def test_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
     assert "No such command 'dmo'" in capsys.readouterr().err
 
 
-def test_our_errors_are_one_message_and_status_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_our_errors_are_one_message_and_status_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def fail(**options: object) -> None:
         raise RunError("got 1, allowed 2, do 3")
 

@@ -17,9 +17,7 @@ from tests.demo.runs import WISHES, Recorder
 def text_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text that the tests' runs read: 60 kB with some structure and some letters outside ASCII."""
     path = tmp_path_factory.mktemp("text") / "täxt.txt"
-    lines = (
-        f"Zeile {i}: {i * i} ist das Quadrat von {i}, größer als {i - 1} → {i % 7}\n" for i in range(1000)
-    )
+    lines = (f"Zeile {i}: {i * i} ist das Quadrat von {i}, größer als {i - 1} → {i % 7}\n" for i in range(1000))
     path.write_text("".join(lines), encoding="utf-8")
     return path
 

@@ -55,6 +55,4 @@ def test_flat_and_single_points_are_drawn_inside(points: list[tuple[float, float
 
 def test_zero_line_only_where_zero_is():
     assert draw("t", [Series(label="a", css="c", points=[(1, 2.0), (2, 3.0)])]).zero_percent is None
-    assert draw(
-        "t", [Series(label="a", css="c", points=[(1, -2.0), (2, 2.0)])]
-    ).zero_percent == pytest.approx(50)
+    assert draw("t", [Series(label="a", css="c", points=[(1, -2.0), (2, 2.0)])]).zero_percent == pytest.approx(50)

@@ -46,21 +46,14 @@ def test_operands_without_a_ratio_or_a_finite_amax():
 
 
 def test_order_is_that_of_the_model_then_x_w_dy():
-    rows = [
-        _row(f"layers.{i}.{n}", role)
-        for role in ("dy", "w", "x")
-        for i in (0, 1)
-        for n in ("q_proj", "a_proj")
-    ]
+    rows = [_row(f"layers.{i}.{n}", role) for role in ("dy", "w", "x") for i in (0, 1) for n in ("q_proj", "a_proj")]
     assert [(g.group, g.role) for g in group_health(rows)] == [
         (name, role) for name in ("q_proj", "a_proj") for role in ("x", "w", "dy")
     ]
 
 
 def test_coverage_of_a_plan():
-    def row(
-        name: str, *, is_fp8: bool, flops: int, reason: str, shape: tuple[int, int] = (32, 16)
-    ) -> dict[str, Any]:
+    def row(name: str, *, is_fp8: bool, flops: int, reason: str, shape: tuple[int, int] = (32, 16)) -> dict[str, Any]:
         return {"name": name, "is_fp8": is_fp8, "flops_per_token": flops, "reason": reason, "shape": shape}
 
     groups = group_coverage(

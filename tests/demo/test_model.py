@@ -66,12 +66,8 @@ def test_rotation_is_a_complex_product_and_makes_scores_relative():
     cos, sin = rotary_tables(10, 8, torch.device("cpu"))
     at = lambda x, position: rotate(x, cos[position], sin[position])  # noqa: E731
     angles = 3 * 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    turned = torch.complex(q[..., :4].double(), q[..., 4:].double()) * torch.polar(
-        torch.ones(4).double(), angles
-    )
-    torch.testing.assert_close(
-        at(q, 3).double(), torch.cat((turned.real, turned.imag), -1), atol=1e-6, rtol=0
-    )
+    turned = torch.complex(q[..., :4].double(), q[..., 4:].double()) * torch.polar(torch.ones(4).double(), angles)
+    torch.testing.assert_close(at(q, 3).double(), torch.cat((turned.real, turned.imag), -1), atol=1e-6, rtol=0)
     scores = [(at(q, i + 2) * at(k, i)).sum() for i in (0, 4, 7)]
     torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
     torch.testing.assert_close(scores[0], scores[2], atol=1e-5, rtol=0)

@@ -49,9 +49,7 @@ def test_metrics_have_one_line_a_step_and_precision(finished: RunFolder):
 def test_both_trainings_start_alike_and_then_differ(finished: RunFolder):
     losses = {(r["precision"], r["step"]): r["loss"] for r in finished.read_metrics()}
     assert losses["fp8", 1] == pytest.approx(losses["bf16", 1], rel=5e-3)
-    assert all(
-        losses["fp8", step] == pytest.approx(losses["bf16", step], rel=5e-2) for step in range(1, STEPS + 1)
-    )
+    assert all(losses["fp8", step] == pytest.approx(losses["bf16", step], rel=5e-2) for step in range(1, STEPS + 1))
     assert losses["fp8", STEPS] != losses["bf16", STEPS]
 
 
@@ -146,9 +144,7 @@ def test_a_crash_goes_on_from_the_last_checkpoint(
     assert curves(folder) == curves(finished)
 
 
-def test_a_run_that_was_never_started_can_be_resumed(
-    finished: RunFolder, wishes: dict[str, Any], tmp_path: Path
-):
+def test_a_run_that_was_never_started_can_be_resumed(finished: RunFolder, wishes: dict[str, Any], tmp_path: Path):
     folder, corpus = create_run(wishes, tmp_path)
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)

@@ -91,9 +91,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(run: RunFolder):
 
 def test_a_parent_that_is_a_file_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        RunError, match=r"cannot make a run folder in '.*file'.*name another folder with --out"
-    ):
+    with pytest.raises(RunError, match=r"cannot make a run folder in '.*file'.*name another folder with --out"):
         RunFolder.create(tmp_path / "file", {})
 
 

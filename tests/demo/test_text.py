@@ -62,9 +62,7 @@ def test_split_ignores_the_order_of_the_file_system(folder: Path, monkeypatch: p
     assert load_corpus(str(folder), 64).digest == expected
 
 
-def test_split_of_a_file_does_not_depend_on_where_the_folder_is(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-):
+def test_split_of_a_file_does_not_depend_on_where_the_folder_is(folder: Path, tmp_path_factory: pytest.TempPathFactory):
     moved = tmp_path_factory.mktemp("elsewhere") / "moved"
     expected = load_corpus(str(folder), 64).digest
     folder.rename(moved)
@@ -140,9 +138,7 @@ def test_special_file_is_refused(tmp_path: Path):
         load_corpus(str(tmp_path / "pipe"), 16)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/mem").exists(), reason="needs /proc, for a file that fails on reading"
-)
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc, for a file that fails on reading")
 def test_unreadable_file_is_refused_with_the_reason():
     with pytest.raises(RunError, match=r"cannot read text '/proc/self/mem': .*; check the path"):
         load_corpus("/proc/self/mem", 16)

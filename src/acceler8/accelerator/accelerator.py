@@ -70,8 +70,8 @@ class Accelerator:
             raise RecipeError(unknown_name("mixed_precision", mixed_precision, PRECISIONS))
         if recipe is not None and mixed_precision != "fp8":
             raise RecipeError(
-                f"got recipe={recipe!r} with mixed_precision={mixed_precision!r}; allowed: a recipe only with 'fp8'; set"
-                " mixed_precision='fp8' or leave the recipe out"
+                f"got recipe={recipe!r} with mixed_precision={mixed_precision!r}; allowed: a recipe only with 'fp8';"
+                " set mixed_precision='fp8' or leave the recipe out"
             )
         if gradient_accumulation_steps < 1:
             raise RecipeError(f"gradient_accumulation_steps={gradient_accumulation_steps}; allowed: 1 or more")
@@ -138,7 +138,11 @@ class Accelerator:
         if any(model is known for known in self._models):
             return
         self.strategy.prepare_model(model)
-        if self.recipe is not None and find_state(model) is None:
+        state = find_state(model)
+        if state is not None:  # converted by hand: its clock follows ours
+            if state.clock is not self.clock:
+                self.clock.subscribe(state.clock.tick)
+        elif self.recipe is not None:
             made = plan(model, self.recipe, self.backend, skip=self.skip)
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
@@ -165,7 +169,7 @@ class Accelerator:
         loss = loss / self.gradients.num_steps
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -212,17 +216,23 @@ class Accelerator:
                 optimizer.unscale()
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The model without what ``prepare`` put around its forward. Its FP8 layers stay; ``acceler8.restore`` undoes them."""
-        unwrap_forward(model)
-        self._models = [known for known in self._models if known is not model]
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The model behind what a strategy put around it. Its FP8 layers stay; ``acceler8.restore`` undoes those.
+
+        ``keep_fp32_wrapper=False`` also takes autocast off its forward, for use after training.
+        """
+        if not keep_fp32_wrapper:
+            unwrap_forward(model)
+            self._models = [known for known in self._models if known is not model]
         return model
 
     def fp8_report(self) -> Fp8Report:
         """Which layers are FP8 and how far the run went; print it."""
         states = [state for model in self._models if (state := find_state(model)) is not None]
         return Fp8Report(
-            mixed_precision=self.mixed_precision, plans=[state.plan for state in states], steps=self.clock.ticks
+            mixed_precision=self.mixed_precision,
+            plans=[state.plan for state in states],
+            steps=self.clock.ticks,
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,9 @@ class AcceleratedLoader:
         self.loader, self.device, self.gradients = loader, device, gradients
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["loader"], name)
+        if "loader" not in self.__dict__:  # while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -16,14 +16,26 @@ class AcceleratedOptimizer(Optimizer):
     """Wraps ``optimizer``; attributes, groups and state are the wrapped optimizer's own."""
 
     def __init__(
-        self, optimizer: Optimizer, gradients: GradientState, clock: StepClock, scaler: torch.amp.GradScaler | None
+        self,
+        optimizer: Optimizer,
+        gradients: GradientState,
+        clock: StepClock,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.optimizer, self.gradients, self.clock, self.scaler = optimizer, gradients, clock, scaler
         self.step_was_skipped = False
         self.is_unscaled = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        if "optimizer" not in self.__dict__:  # while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -70,11 +82,11 @@ class AcceleratedOptimizer(Optimizer):
         if self.gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 

@@ -28,6 +28,7 @@ class PreparedForward:
         self.forward, self.device_type, self.dtype = forward, device_type, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward under autocast."""
         with torch.autocast(self.device_type, self.dtype):
             out = self.forward(*args, **kwargs)
         return tree_map_only(Tensor, _raise_to_fp32, out)

@@ -28,8 +28,8 @@ class Fp8Report:
         for plan in self.plans:
             t = plan.totals
             lines.append(
-                f"{plan.model}: {t.fp8_layers} of {t.layers} layers FP8 ({t.flops_share:.0%} of the matrix FLOPs), recipe"
-                f" {plan.recipe.name}, backend {plan.backend}, {plan.device}"
+                f"{plan.model}: {t.fp8_layers} of {t.layers} layers FP8 ({t.flops_share:.0%} of the matrix FLOPs),"
+                f" recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}"
             )
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
         return "\n".join(lines)

@@ -15,7 +15,9 @@ class AcceleratedScheduler:
         self.scheduler, self.gradients, self.optimizers = scheduler, gradients, optimizers
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["scheduler"], name)
+        if "scheduler" not in self.__dict__:  # while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if this micro-batch completed a window and no optimizer of it skipped its step."""

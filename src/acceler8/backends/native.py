@@ -1,7 +1,8 @@
 """The native backend: our own kernels, by changing a layer's class in place.
 
-No module is created and no Parameter replaced, so hooks, attributes, the training flag, state_dict keys, ties,
-requires_grad, ``isinstance`` and deepcopy all survive, and an optimizer that already holds the Parameters stays right.
+No module is created and no Parameter replaced, so hooks, attributes, the training flag, state_dict keys,
+ties, requires_grad, ``isinstance`` and deepcopy all survive, and an optimizer that already holds the
+Parameters stays right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ ROLES = ("x", "w", "dy")
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class that the model's author gave a module: FSDP2 puts its mixin and a new class in front of it."""
+    """The class that the model's author gave a module: FSDP2 puts its mixin and a new class in front of
+    it.
+    """
     cls = type(module)
     if cls.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in cls.__mro__):
         return next(b for b in cls.__mro__[1:] if b.__name__ not in ("FSDPModule",) and issubclass(b, nn.Module))
@@ -56,7 +59,9 @@ class NativeBackend:
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             what = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-        return [f"emulated: {what} has no {recipe.granularity} FP8 GEMM; same numerics, no speed-up, no less memory in GEMMs"]
+        return [
+            f"emulated: {what} has no {recipe.granularity} FP8 GEMM; same numerics, not faster, no GEMM memory saved"
+        ]
 
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
         """The layer rules of FP8 GEMMs and of class change."""

@@ -17,7 +17,9 @@ class Backend(Protocol):
     name: str
 
     def unavailable(self) -> str | None:
-        """Why this backend cannot be used here (say, a missing library and how to install it); None if it can."""
+        """Why this backend cannot be used here (say, a missing library and how to install it); None if it
+        can.
+        """
         ...
 
     def notes(self, recipe: Recipe, device: torch.device) -> list[str]:

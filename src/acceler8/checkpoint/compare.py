@@ -33,9 +33,7 @@ def compare_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     return list(_differences(saved, current, ()))
 
 
-def _differences(
-    saved: Mapping[str, Any], current: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[Difference]:
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Difference]:
     for key in [*saved, *(key for key in current if key not in saved)]:
         inner = (*path, str(key))
         if key not in saved or key not in current:

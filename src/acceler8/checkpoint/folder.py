@@ -97,8 +97,7 @@ def _check_target(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a file; a checkpoint is a folder: choose another name")
     if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
         raise CheckpointError(
-            f"{folder} holds files but no checkpoint, so it is not overwritten; choose another folder, or "
-            "empty it"
+            f"{folder} holds files but no checkpoint, so it is not overwritten; choose another folder, or empty it"
         )
 
 

@@ -192,9 +192,7 @@ class Checkpoint:
         try:
             return dict(decode(value, tensors))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder / source} is damaged ({error!r}); use another checkpoint"
-            ) from error
+            raise CheckpointError(f"{self.folder / source} is damaged ({error!r}); use another checkpoint") from error
 
     def _verified_path(self, name: str) -> Path:
         """Path of a file whose bytes are known to be those that were written."""

@@ -46,10 +46,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_manifest(folder: Path, *, tied: Mapping[str, str], progress: Any, config: Any) -> None:
     """Describe every file in ``folder``; from here on it is a checkpoint."""
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -84,9 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
         sizes = {name: int(entry["size"]) for name, entry in manifest.files.items() if entry["sha256"]}
         dict(manifest.tied)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST} is damaged ({error!r}); use another checkpoint"
-        ) from error
+        raise CheckpointError(f"{folder / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
     for name, size in sizes.items():
         _check_size(folder / name, size)
     return manifest
@@ -121,32 +116,20 @@ def _read_content(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         state = (
-            "is a folder without one"
-            if folder.is_dir()
-            else "is no folder"
-            if folder.exists()
-            else "does not exist"
+            "is a folder without one" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         )
-        raise CheckpointError(
-            f"{folder} is not a checkpoint: a checkpoint is a folder with a {MANIFEST}, this {state}"
-        )
+        raise CheckpointError(f"{folder} is not a checkpoint: a checkpoint is a folder with a {MANIFEST}, this {state}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is not from acceler8: it lacks 'format': '{FORMAT}'; name a checkpoint's folder"
-        )
+        raise CheckpointError(f"{path} is not from acceler8: it lacks 'format': '{FORMAT}'; name a checkpoint's folder")
     return content
 
 
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing, {MANIFEST} lists it with {size} bytes; use another checkpoint"
-        )
+        raise CheckpointError(f"{path} is missing, {MANIFEST} lists it with {size} bytes; use another checkpoint")
     if (got := path.stat().st_size) != size:
-        raise CheckpointError(
-            f"{path} has {got} bytes, {MANIFEST} says {size}: it is damaged; use another checkpoint"
-        )
+        raise CheckpointError(f"{path} has {got} bytes, {MANIFEST} says {size}: it is damaged; use another checkpoint")

@@ -106,20 +106,12 @@ def load_state(model: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]
     return apply
 
 
-def _tie_differences(
-    saved_tied: Mapping[str, str], current: Mapping[str, Any], shared: set[str]
-) -> list[str]:
-    now = tied_names(
-        {name: value for name, value in current.items() if isinstance(value, Tensor) and name in shared}
-    )
+def _tie_differences(saved_tied: Mapping[str, str], current: Mapping[str, Any], shared: set[str]) -> list[str]:
+    now = tied_names({name: value for name, value in current.items() if isinstance(value, Tensor) and name in shared})
     was = _groups({alias: kept for alias, kept in saved_tied.items() if alias in shared and kept in shared})
     have = _groups(now)
-    return _list(
-        "tied when saved but not in the model", [" = ".join(group) for group in was if group not in have]
-    ) + (
-        _list(
-            "tied in the model but not when saved", [" = ".join(group) for group in have if group not in was]
-        )
+    return _list("tied when saved but not in the model", [" = ".join(group) for group in was if group not in have]) + (
+        _list("tied in the model but not when saved", [" = ".join(group) for group in have if group not in was])
     )
 
 

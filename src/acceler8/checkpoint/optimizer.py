@@ -85,8 +85,7 @@ def rebuild_state_dict(
         for name, number in zip(inside, group["params"], strict=True)
     }
     groups = [
-        _options(options, group)
-        for options, group in zip(_match_groups(saved["groups"], names), packed, strict=True)
+        _options(options, group) for options, group in zip(_match_groups(saved["groups"], names), packed, strict=True)
     ]
     state = saved["shared"] | {number_of[name]: value for name, value in saved["state"].items()}
     return {**saved["more"], "state": state, "param_groups": groups}

@@ -71,18 +71,13 @@ def save(
             if optimizer is not None:
                 _write_part(building, "optimizer", named_state(model, optimizer))
             if extra:
-                _write_part(
-                    building, "extra", {name: _state_of(name, owner) for name, owner in extra.items()}
-                )
+                _write_part(building, "extra", {name: _state_of(name, owner) for name, owner in extra.items()})
             if rng:
                 _write_part(building, "rng", capture_rng())
-            write_manifest(
-                building, tied=tied, progress=_plain(progress, "progress"), config=_plain(config, "config")
-            )
+            write_manifest(building, tied=tied, progress=_plain(progress, "progress"), config=_plain(config, "config"))
     except OSError as error:
         raise CheckpointError(
-            f"could not write {target}: {error}; what was there before is untouched; check space and "
-            "permissions"
+            f"could not write {target}: {error}; what was there before is untouched; check space and permissions"
         ) from error
     return target
 
@@ -95,9 +90,7 @@ def _write_part(folder: Path, part: str, tree: object) -> None:
 
 
 def _state_of(name: str, owner: object) -> Any:
-    if not callable(getattr(owner, "state_dict", None)) or not callable(
-        getattr(owner, "load_state_dict", None)
-    ):
+    if not callable(getattr(owner, "state_dict", None)) or not callable(getattr(owner, "load_state_dict", None)):
         raise CheckpointError(
             f"extra[{name!r}] is a {type(owner).__qualname__} without state_dict() and load_state_dict(); "
             "give it both, or put plain values into progress"

@@ -17,9 +17,7 @@ from acceler8.errors import CheckpointError
 # Dtypes of one byte that the format, or versions of it still in use, has no word for: stored as uint8, named
 # in the header.
 _AS_BYTES = {
-    name: dtype
-    for name in ("float8_e8m0fnu", "float4_e2m1fn_x2")
-    if (dtype := getattr(torch, name, None)) is not None
+    name: dtype for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if (dtype := getattr(torch, name, None)) is not None
 }
 _STORABLE = frozenset(
     {
@@ -74,9 +72,7 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             viewed = json.loads((file.metadata() or {}).get("dtypes", "{}"))
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}); use another checkpoint"
-        ) from error
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); use another checkpoint") from error
     for name, dtype in viewed.items():
         tensors[name] = tensors[name].view(_AS_BYTES[dtype])
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}

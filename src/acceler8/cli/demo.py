@@ -14,9 +14,7 @@ _SIZES = ", ".join(SIZES)
 
 
 def demo(
-    steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps of each training. Default: by size.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each training. Default: by size.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="FP8 recipe, such as rowwise (the default), tensorwise or delayed.")
     ] = None,
@@ -27,9 +25,7 @@ def demo(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:N, or auto (the default): a GPU where there is one.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Initial weights and order of the batches. Default: 0.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Initial weights and order of the batches. Default: 0.")] = None,
     text: Annotated[
         str | None,
         typer.Option(help="File or folder to learn from. Default: the source of Python's standard library."),

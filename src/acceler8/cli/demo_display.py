@@ -16,6 +16,8 @@ from acceler8.demo.run_folder import Record, RunFolder
 LINES_A_TRAINING = 10
 """Progress lines of a training whose output is not a terminal."""
 
+REASON = "what, or why not"
+
 
 class DemoDisplay:
     """Prints a run to the standard output; a ``Listener`` of ``execute_run``."""
@@ -42,12 +44,9 @@ class DemoDisplay:
             f"{settings['batch']} x {settings['seq']} bytes, seed {settings['seed']}"
         )
         self.note(
-            f"  text: {text['source']}, "
-            f"{text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out"
+            f"  text: {text['source']}, {text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out"
         )
-        self.note(
-            f"  {environment.get('gpu', 'CPU')}, torch {environment['torch']}, FP8 {environment['fp8']}"
-        )
+        self.note(f"  {environment.get('gpu', 'CPU')}, torch {environment['torch']}, FP8 {environment['fp8']}")
 
     def training_started(self, precision: str, step: int, steps: int) -> None:
         """Begin a progress bar, or say so in a line."""
@@ -101,7 +100,7 @@ class DemoDisplay:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if i == 0 or column == REASON else "right", no_wrap=True)
     return table
 
 
@@ -131,11 +130,9 @@ def _coverage_table(plan: Record) -> Table:
     totals = plan["totals"]
     share = totals["fp8_flops_per_token"] / max(totals["flops_per_token"], 1)
     title = f"FP8 layers: {totals['fp8_layers']} of {totals['layers']}, {share:.0%} of the matrix FLOPs"
-    table = _table(title, "group", "weight", "FP8", "FLOPs", "what, or why not")
+    table = _table(title, "group", "weight", "FP8", "FLOPs", REASON)
     for row in group_coverage(plan["rows"]):
-        table.add_row(
-            row.group, row.shape, f"{row.fp8_layers}/{row.layers}", f"{row.flops_share:.0%}", row.reason
-        )
+        table.add_row(row.group, row.shape, f"{row.fp8_layers}/{row.layers}", f"{row.flops_share:.0%}", row.reason)
     return table
 
 

@@ -23,9 +23,10 @@ from acceler8.scaling import StepClock
 def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock: StepClock | None = None) -> nn.Module:
     """Make the layers that ``plan`` names FP8, in place, and return the same model.
 
-    Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be a recipe or its name; then
-    the plan is made here. ``clock`` shares a step clock among several models.
-    Raises: PlanError if the model is converted already or is not the one that was planned (what differs is named);
+    Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be a recipe or
+    its name; then the plan is made here. ``clock`` shares a step clock among several models.
+    Raises: PlanError if the model is converted already or is not the one that was planned (what differs is
+    named);
         nothing is changed then.
     """
     if not isinstance(plan, Plan):
@@ -59,7 +60,9 @@ def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]
             continue
         module = modules.get(row.name)
         if module is None:
-            raise PlanError(f"the plan names layer {row.name!r}, which this {type(model).__name__} lacks; plan it again")
+            raise PlanError(
+                f"the plan names layer {row.name!r}, which this {type(model).__name__} lacks; plan it again"
+            )
         shape = tuple(module.weight.shape)
         if shape != row.shape:
             raise PlanError(f"layer {row.name!r} has shape {shape}, the plan says {row.shape}; plan the model again")
@@ -68,7 +71,8 @@ def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo ``convert``: the layers are plain again, with the values that they have now. Returns the same model.
+    """Undo ``convert``: the layers are plain again, with the values that they have now. Returns the same
+    model.
 
     Raises: PlanError if the model is not converted.
     """
@@ -82,7 +86,8 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def attach(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Let ``optimizer.step()`` mark the step boundaries of a converted model; returns a handle with ``remove()``.
+    """Let ``optimizer.step()`` mark the step boundaries of a converted model; returns a handle with
+    ``remove()``.
 
     With several optimizers attach the one that steps last. Raises: PlanError if the model is not converted.
     """
@@ -103,7 +108,9 @@ class _Tick:
 
 
 def step(model: nn.Module) -> None:
-    """Mark a step boundary by hand: call it after ``optimizer.step()`` in a loop without ``attach`` or Accelerator."""
+    """Mark a step boundary by hand: call it after ``optimizer.step()`` in a loop without ``attach`` or
+    Accelerator.
+    """
     state_of(model).clock.tick()
 
 
@@ -111,8 +118,9 @@ def step(model: nn.Module) -> None:
 def window(model: nn.Module) -> Iterator[None]:
     """Reuse weight codes across the forwards inside: for micro-batches that see one set of weights.
 
-    The caller answers for the weights not changing inside, other than by a step that is marked on the model's clock,
-    ``load_state_dict`` or a move; after those codes are made anew. Codes are dropped when the window closes.
+    The caller answers for the weights not changing inside, other than by a step that is marked on the model's
+    clock, ``load_state_dict`` or a move; after those codes are made anew. Codes are dropped when the window
+    closes.
     Raises: PlanError if the model is not converted.
     """
     codes = state_of(model).codes

@@ -1,7 +1,7 @@
 """Which layers stay in high precision by default, and why.
 
-The first and last matrix of a model and everything tied to them are where FP8 costs accuracy and gains least (one
-layer of many, or a lookup); DeepSeek-V3, Llama-3.1-405B and torchao's defaults leave them too.
+The first and last matrix of a model and everything tied to them are where FP8 costs accuracy and gains least
+(one layer of many, or a lookup); DeepSeek-V3, Llama-3.1-405B and torchao's defaults leave them too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def output_heads(model: nn.Module) -> dict[int, str]:
-    """id of each output-head layer -> how it was recognised.
+    """Id of each output-head layer -> how it was recognised.
 
-    Asked of the model (``get_output_embeddings``, as in transformers), else by name, else by shape: as many outputs as
-    an embedding of the model has entries.
+    Asked of the model (``get_output_embeddings``, as in transformers), else by name, else by shape: as many
+    outputs as an embedding of the model has entries.
     """
     heads: dict[int, str] = {}
     asked = getattr(model, "get_output_embeddings", None)

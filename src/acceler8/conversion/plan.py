@@ -1,9 +1,9 @@
 """The plan: what would become FP8, what would not, and why. Making one changes nothing.
 
-One row for each layer that multiplies: every ``nn.Linear`` (and subclass), and every other module with a weight
-matrix of its own, so that a model whose work sits elsewhere (Conv1D, fused experts) shows it. FLOPs are per token:
-2 per weight and GEMM, for fprop, dgrad and (if the weight is trained) wgrad; attention and convolution windows are not
-counted.
+One row for each layer that multiplies: every ``nn.Linear`` (and subclass), and every other module with a
+weight matrix of its own, so that a model whose work sits elsewhere (Conv1D, fused experts) shows it. FLOPs
+are per token: 2 per weight and GEMM, for fprop, dgrad and (if the weight is trained) wgrad; attention and
+convolution windows are not counted.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ def plan(
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
-    ``recipe`` is a name or a Recipe (default ``rowwise``). ``skip`` names layers to leave: a name, a dotted prefix or
-    suffix, or a glob; added to the recipe's own. ``filter_fn(name, module)`` False leaves a layer too. Left by default:
-    output heads, tied weights, dimensions that are not multiples of 16, subclasses of nn.Linear.
-    The model may be on the meta device.
-    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no layer (the
+    ``recipe`` is a name or a Recipe (default ``rowwise``). ``skip`` names layers to leave: a name, a dotted
+    prefix or suffix, or a glob; added to the recipe's own. ``filter_fn(name, module)`` False leaves a layer
+    too. Left by default: output heads, tied weights, dimensions that are not multiples of 16, subclasses of
+    nn.Linear. The model may be on the meta device.
+    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no
+    layer (the
         nearest layer is named), or a model that is already converted.
     """
     recipe = resolve(recipe)
@@ -180,7 +181,9 @@ def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
 
 
 def _own_matrices(module: nn.Module) -> list[torch.Tensor]:
-    """Weights with two or more dimensions that the module itself multiplies by. Lookups are not multiplications."""
+    """Weights with two or more dimensions that the module itself multiplies by. Lookups are not
+    multiplications.
+    """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return []
     if hasattr(module, "parametrizations") and isinstance(module, nn.Linear):
@@ -255,7 +258,13 @@ def render(plan: Plan, width: int = 120) -> str:
 
     t = plan.totals
     table = Table(title=f"FP8 plan: {plan.model}, recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}")
-    for column, justify in (("layer", "left"), ("type", "left"), ("shape", "right"), ("FP8", "left"), ("why", "left")):
+    for column, justify in (
+        ("layer", "left"),
+        ("type", "left"),
+        ("shape", "right"),
+        ("FP8", "left"),
+        ("why", "left"),
+    ):
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in plan.rows:
         table.add_row(row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no", row.reason)
@@ -264,8 +273,8 @@ def render(plan: Plan, width: int = 120) -> str:
     console.print(table)
     share = t.fp8_parameters / t.parameters if t.parameters else 0.0
     console.print(
-        f"FP8: {t.fp8_layers} of {t.layers} layers, {t.fp8_parameters / 1e6:.2f} of {t.parameters / 1e6:.2f} M parameters"
-        f" ({share:.0%}), {t.fp8_flops_per_token / 1e6:.2f} of {t.flops_per_token / 1e6:.2f} MFLOP a token"
+        f"FP8: {t.fp8_layers} of {t.layers} layers, {t.fp8_parameters / 1e6:.2f} of {t.parameters / 1e6:.2f} M"
+        f" parameters ({share:.0%}), {t.fp8_flops_per_token / 1e6:.2f} of {t.flops_per_token / 1e6:.2f} MFLOP a token"
         f" ({t.flops_share:.0%})",
         soft_wrap=True,
     )

@@ -1,7 +1,7 @@
 """Prove that a converted model still is what its plan promised.
 
-Static checks read state; the step check runs the user's own training step and watches the weights move and the codes
-follow. Each check is a function that returns what is wrong, as sentences with the parameter's name.
+Static checks read state; the step check runs the user's own training step and watches the weights move and
+the codes follow. Each check is a function that returns what is wrong, as sentences with the parameter's name.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def verify(
 ) -> VerifyReport:
     """Check the invariants of a converted model.
 
-    Static: ``layers`` are FP8 as planned, ``ties`` intact, ``requires_grad`` and ``dtypes`` unchanged, ``codes`` that an
-    open window keeps equal a fresh cast; with ``optimizer``, every trainable parameter is in exactly one group.
-    ``step`` is a function that does one whole training step (forward, backward, optimizer step); it is **called twice**
-    and both are real steps. Then also: every parameter with a gradient and a learning rate changed (``moved``), and the
-    second step's forward used codes of the weights as the first step left them (``fresh``).
-    ``ignore`` names checks to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
+    Static: ``layers`` are FP8 as planned, ``ties`` intact, ``requires_grad`` and ``dtypes`` unchanged,
+    ``codes`` that an open window keeps equal a fresh cast; with ``optimizer``, every trainable parameter is
+    in exactly one group.
+    ``step`` is a function that does one whole training step (forward, backward, optimizer step); it is
+    **called twice** and both are real steps. Then also: every parameter with a gradient and a learning rate
+    changed (``moved``), and the second step's forward used codes of the weights as the first step left them
+    (``fresh``). ``ignore`` names checks to leave out, for example ``("requires_grad",)`` after freezing
+    layers on purpose.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
@@ -149,8 +151,8 @@ def _codes(model: nn.Module) -> tuple[list[str], str]:
             seen += 1
             if not _same(kept, _fresh(layer, orientation)):
                 bad.append(
-                    f"{name}.weight changed inside an open window and its kept codes ({orientation}) are stale; close the"
-                    " window, or mark the change with acceler8.step(model)"
+                    f"{name}.weight changed inside an open window and its kept codes ({orientation}) are stale; close"
+                    " the window, or mark the change with acceler8.step(model)"
                 )
     return bad, f"{seen} live codes equal a fresh cast"
 
@@ -191,7 +193,9 @@ def _step(model: nn.Module, optimizer: Optimizer | None, step: StepFunction) -> 
         if name not in had_gradient or rates.get(id(p), 1.0) == 0.0:
             continue
         if torch.equal(p.detach(), before[name]):
-            bad.append(f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor")
+            bad.append(
+                f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
+            )
         else:
             moved += 1
     del before
@@ -220,7 +224,9 @@ def _learning_rates(optimizer: Optimizer | None) -> dict[int, float]:
 
 
 def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int]:
-    """Run ``step`` and compare, in each layer's first forward, the codes it multiplies with a cast of its weight."""
+    """Run ``step`` and compare, in each layer's first forward, the codes it multiplies with a cast of its
+    weight.
+    """
     bad: list[str] = []
     seen: set[str] = set()
     handles = []

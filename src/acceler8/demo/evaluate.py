@@ -57,9 +57,7 @@ def measure_health(training: Training, settings: DemoSettings, text: Bytes) -> l
     gradients are dropped.
     """
     model = training.model
-    windows = training_windows(
-        text, seed=settings.seed, step=settings.steps, batch=settings.batch, seq=settings.seq
-    )
+    windows = training_windows(text, seed=settings.seed, step=settings.steps, batch=settings.batch, seq=settings.seq)
     model.train()
     with record_statistics(model) as statistics:
         training.accelerator.backward(next_byte_loss(model, windows.to(settings.device)))

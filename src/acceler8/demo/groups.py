@@ -93,10 +93,7 @@ def group_health(rows: Iterable[Mapping[str, Any]]) -> list[GroupHealth]:
         groups.setdefault(group)
         gathered[group, row["role"]].append(row)
     return [
-        _fold(group, role, gathered[group, role])
-        for group in groups
-        for role in ROLES
-        if (group, role) in gathered
+        _fold(group, role, gathered[group, role]) for group in groups for role in ROLES if (group, role) in gathered
     ]
 
 

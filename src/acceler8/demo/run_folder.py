@@ -152,9 +152,7 @@ class RunFolder:
                 records.append(json.loads(line))
             except ValueError as error:
                 if number < len(lines):
-                    raise RunError(
-                        f"{str(path)!r} line {number} is damaged: {error}; start the run anew"
-                    ) from error
+                    raise RunError(f"{str(path)!r} line {number} is damaged: {error}; start the run anew") from error
         return records
 
     def forget_after(self, precision: str, step: int) -> None:

@@ -52,12 +52,8 @@ class ModelSize:
 SIZES: Mapping[str, ModelSize] = {
     "tiny": ModelSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=176, steps=300, batch=8, seq=64, lr=4e-3),
     "small": ModelSize(dim=128, layers=2, heads=4, kv_heads=2, ffn=352, steps=400, batch=8, seq=128, lr=4e-3),
-    "base": ModelSize(
-        dim=512, layers=8, heads=8, kv_heads=4, ffn=1408, steps=400, batch=32, seq=512, lr=1e-3
-    ),
-    "large": ModelSize(
-        dim=2048, layers=8, heads=16, kv_heads=8, ffn=5632, steps=300, batch=8, seq=1024, lr=4e-4
-    ),
+    "base": ModelSize(dim=512, layers=8, heads=8, kv_heads=4, ffn=1408, steps=400, batch=32, seq=512, lr=1e-3),
+    "large": ModelSize(dim=2048, layers=8, heads=16, kv_heads=8, ffn=5632, steps=300, batch=8, seq=1024, lr=4e-4),
 }
 
 
@@ -110,9 +106,7 @@ class DemoSettings:
                 f"leave --lr out for the default of {SIZES[self.size].lr}"
             )
         if not 0 <= self.seed < 2**63:
-            raise RunError(
-                f"seed={self.seed!r} is not allowed; it must be from 0 to 2**63 - 1; leave --seed out for 0"
-            )
+            raise RunError(f"seed={self.seed!r} is not allowed; it must be from 0 to 2**63 - 1; leave --seed out for 0")
 
     @property
     def model_size(self) -> ModelSize:

@@ -179,9 +179,7 @@ def _held_out_names(contents: dict[str, bytes], total: int) -> set[str]:
     """Take files in order of their names' hashes until a tenth is held out, never over a fifth."""
     chosen: set[str] = set()
     size = 0
-    for name in sorted(
-        contents, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    ):
+    for name in sorted(contents, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()):
         if size >= total * HELD_OUT_SHARE:
             break
         if contents[name] and size + len(contents[name]) <= 2 * total * HELD_OUT_SHARE:

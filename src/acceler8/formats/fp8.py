@@ -69,9 +69,7 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     Source: OFP8 1.0, section 5.2 (saturating conversion).
     """
     if not x.dtype.is_floating_point:
-        raise DtypeError(
-            f"encode got {x.dtype}; allowed: a floating point tensor; convert it with .float() first"
-        )
+        raise DtypeError(f"encode got {x.dtype}; allowed: a floating point tensor; convert it with .float() first")
     x = x.float()
     finite = torch.where(x.abs() < math.inf, x, math.nan)  # isfinite() is ten times slower on a CPU
     return finite.clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)

@@ -44,9 +44,7 @@ def encode_e8m0(x: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         raise DtypeError(f"encode_e8m0 got {x.dtype}; allowed: torch.float32, so that rounding up is exact")
     bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF  # without the sign: -0.0 is zero
-    exponent = (bits >> 23) + (
-        (bits & 0x7FFFFF) != 0
-    )  # a mantissa above zero rounds up; carries into the exponent
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # a mantissa above zero rounds up; carries into the exponent
     # float32 subnormals lie below 2**-126: code 1 for all above 2**-127, code 0 from there down
     exponent = torch.where((bits > 0) & (bits <= 0x400000), 0, exponent).clamp(max=254)
     bad = ~x.isfinite() | (x < 0)

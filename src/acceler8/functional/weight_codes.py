@@ -1,11 +1,13 @@
 """Weight codes: how long an FP8 copy of a weight may live.
 
-One forward and its backward (or recompute), no longer. No key makes a longer cache safe: a weight's version counter
-stands still under ``AdamW(fused=True)``, ``.data`` edits, adapter merges, EMA swaps and flat buffers, and a layer that
-keeps codes then trains on frozen weights while the loss still falls. So forward makes the codes that fprop contracts,
-backward makes the ones that dgrad contracts, each from the weight as it then is, exactly as ``nn.Linear`` reads it.
+One forward and its backward (or recompute), no longer. No key makes a longer cache safe: a weight's version
+counter stands still under ``AdamW(fused=True)``, ``.data`` edits, adapter merges, EMA swaps and flat buffers,
+and a layer that keeps codes then trains on frozen weights while the loss still falls. So forward makes the
+codes that fprop contracts, backward makes the ones that dgrad contracts, each from the weight as it then is,
+exactly as ``nn.Linear`` reads it.
 
-Only inside a *window*, which an owner opens and closes around micro-batches that see one weight, are codes reused.
+Only inside a *window*, which an owner opens and closes around micro-batches that see one weight, are codes
+reused.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ class WeightCodes:
     def __init__(self) -> None:
         self.is_open = False
         self._kept: dict[str, Quantized] = {}
+        self._weight: Tensor | None = None  # an alias, so that its memory is not given to another weight
+        self._version = 0
 
     def open(self) -> None:
         """Keep codes from now on."""
@@ -30,21 +34,48 @@ class WeightCodes:
     def close(self) -> None:
         """Drop codes and keep none."""
         self.is_open = False
-        self._kept.clear()
+        self.drop()
 
     def drop(self) -> None:
         """Drop codes (the weight changed); an open window stays open."""
         self._kept.clear()
+        self._weight = None
+
+    def follow(self, weight: Tensor) -> None:
+        """Drop codes that were made of another tensor, or of this one before PyTorch counted a change of it.
+
+        Catches assignment, swaps and counted in-place changes inside a window for the price of two comparisons. No
+        substitute for closing it: edits through ``.data`` and fused optimizers are not counted.
+        """
+        if not self.is_open or torch.compiler.is_compiling():
+            return
+        version = 0 if weight.is_inference() else weight._version
+        known = self._weight
+        if known is None or known.data_ptr() != weight.data_ptr() or self._version != version:
+            self._kept.clear()
+            self._weight, self._version = weight.detach(), version
 
     def get(self, orientation: str) -> Quantized | None:
         """Kept codes in this orientation (``rows`` or ``cols``), if there are any."""
         return self._kept.get(orientation) if self.is_open else None
 
     def put(self, orientation: str, codes: Quantized) -> None:
-        """Keep codes if a window is open. Never inside a compiled region or inference mode, whose tensors must not
-        outlive them."""
+        """Keep codes if a window is open. Never inside a compiled region or inference mode, whose tensors
+        must not outlive them.
+        """
         if self.is_open and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             self._kept[orientation] = codes
+
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        """The high-precision dtype that ``weight`` stands for and its gradient has; here its own.
+
+        A sharding engine may put codes in a weight's place; then this is the dtype of what was cast.
+        """
+        return weight.dtype
+
+    def in_high_precision(self, weight: Tensor) -> Tensor:
+        """What a layer reads that computes in high precision; here the weight itself."""
+        return weight
 
     def live(self) -> dict[str, Quantized]:
         """Codes that the next forward would reuse, by orientation."""

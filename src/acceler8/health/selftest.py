@@ -48,9 +48,9 @@ def selftest(
 ) -> SelftestReport:
     """Check casts, GEMMs, a training step, checkpoint and resume on ``device`` with ``recipe``.
 
-    ``make_model()`` builds the model in the same state each time it is called and ``loss_of(model)`` returns a scalar
-    loss; both or neither (then a small model of the library's own is used). ``device`` defaults to the GPU if there is
-    one. Nothing is left behind; random states are restored.
+    ``make_model()`` builds the model in the same state each time it is called and ``loss_of(model)`` returns
+    a scalar loss; both or neither (then a small model of the library's own is used). ``device`` defaults to
+    the GPU if there is one. Nothing is left behind; random states are restored.
     Raises: VerifyError naming the check that failed and by how much.
     """
     if (make_model is None) != (loss_of is None):
@@ -128,7 +128,12 @@ def _relative(got: Tensor, want: Tensor) -> float:
 def _small_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 48)
+        nn.Embedding(64, 64),
+        nn.LayerNorm(64),
+        nn.Linear(64, 128),
+        nn.GELU(),
+        nn.Linear(128, 64),
+        nn.Linear(64, 48),
     )
 
 
@@ -153,7 +158,7 @@ class _Run:
     def step(self) -> float:
         self.optimizer.zero_grad()
         loss = self.loss(self.model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 

@@ -1,4 +1,6 @@
-"""Record what every cast of a model did: amax, saturation, underflow, non-finite values, SQNR, by layer and operand."""
+"""Record what every cast of a model did: amax, saturation, underflow, non-finite values, SQNR, by layer and
+operand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _OPERAND = {"x": "input", "w": "weight", "dy": "gradient of the output"}
 
 
 class Statistics:
-    """Statistics of the casts inside one ``record_statistics``; read after it, when one copy per device is made."""
+    """Statistics of the casts inside one ``record_statistics``; read after it, when one copy per device is
+    made.
+    """
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, str], tuple[Tensor, int]] = {}
@@ -57,7 +61,9 @@ class Statistics:
         ]
 
     def problems(self) -> list[str]:
-        """Sentences that name each layer and operand with NaN or inf, in the order in which they were cast."""
+        """Sentences that name each layer and operand with NaN or inf, in the order in which they were
+        cast.
+        """
         return [
             f"{layer}: {s.nonfinite} of {s.elements} values of its {_OPERAND[role]} are NaN or inf"
             for (layer, role), s in self.casts().items()
@@ -65,11 +71,15 @@ class Statistics:
         ]
 
     def check(self) -> None:
-        """Raise NonFiniteError if any cast met NaN or inf; the message names layers and operands, first one first."""
+        """Raise NonFiniteError if any cast met NaN or inf; the message names layers and operands, first one
+        first.
+        """
         if problems := self.problems():
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise NonFiniteError(
-                "; ".join(problems[:5]) + more + ". The first one named is where it began; look at its input, or keep it"
+                "; ".join(problems[:5])
+                + more
+                + ". The first one named is where it began; look at its input, or keep it"
                 " in high precision with skip=[...]"
             )
 
@@ -78,8 +88,8 @@ class Statistics:
 def record_statistics(model: nn.Module) -> Iterator[Statistics]:
     """Inside, every cast of every FP8 layer of ``model`` (forward and backward) reports its statistics.
 
-    Eager mode only: a compiled region keeps the code it was compiled with. Costs a few reductions a cast and no host
-    synchronisation until the result is read. Raises: PlanError if the model is not converted.
+    Eager mode only: a compiled region keeps the code it was compiled with. Costs a few reductions a cast and
+    no host synchronisation until the result is read. Raises: PlanError if the model is not converted.
     """
     state_of(model)
     statistics = Statistics()

@@ -68,7 +68,7 @@ def _store_scale_inv(  # type: ignore[no-untyped-def]
         if GROUP_ROWS == 0:
             tl.store(ptr + zero, scale_inv, mask=zero + first_row + first_col == 0)
         else:
-            tl.store(ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None] & (first_col == 0))
+            tl.store(ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None] & (zero + first_col == 0))
     elif GROUP_COLS == TILE:
         blocks = tl.cdiv(col_count, TILE)
         block = first_col // TILE
@@ -121,9 +121,7 @@ def _quantize_tile(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     y = x * _spread(scale, GROUP_COLS, TILE)
     codes, value = round_to_format(saturate(x, y, FMT_MAX), E5M2, HARDWARE)
-    inside = (rows < row_count)[:, None] & (cols < width)[
-        None, :
-    ]  # width: filler is stored too, as the zeros it is
+    inside = (rows < row_count)[:, None] & (cols < width)[None, :]  # width: filler is stored too, as the zeros it is
     tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
     _store_scale_inv(scale_inv, inv_ptr, rows, cols, row_count, col_count, GROUP_ROWS, GROUP_COLS, TILE)
     if STATS:
@@ -138,15 +136,14 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ROW_ABOVE: tl.constexpr, COL_ABOVE: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, STAGE: tl.constexpr, STATS: tl.constexpr, HARDWARE: tl.constexpr,
-    TILE: tl.constexpr,
+    DELAYED: tl.constexpr, STATS: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # a filled width ends in the tile in which the unfilled one does, so tiles of x cover the codes as well
     rows, cols = tile_offsets(row_count, col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
     x = x.to(tl.float32)
-    if STAGE:
+    if DELAYED:
         tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
     if ROW:
         _quantize_tile(
@@ -221,8 +218,8 @@ def quantize_triton(
             row_count + -row_count % granularity.contraction_multiple,
             rows is not None, cols is not None, fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max,
             fmt.saturates_above, cols_fmt.saturates_above, pow2, 2.0**-margin, granularity.rows,
-            granularity.cols, amax is not None, staging is not None, statistics,
-            _triton.has_fp8_conversion(x.device), TILE, **LAUNCH_OPTIONS,
+            granularity.cols, amax is not None, statistics, _triton.has_fp8_conversion(x.device), TILE,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
     if statistics:
         out.append(torch.cat([partial[:, :1].amax(0), partial[:, 1:].sum(0)]))

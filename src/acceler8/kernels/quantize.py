@@ -89,9 +89,7 @@ def _contiguous_filled(codes: Tensor, multiple: int) -> Tensor:
     return raw.contiguous().view(codes.dtype)
 
 
-def _quantize_both_square(
-    x: Tensor, fmt: Format, granularity: Granularity, **kwargs: Any
-) -> list[Tensor | None]:
+def _quantize_both_square(x: Tensor, fmt: Format, granularity: Granularity, **kwargs: Any) -> list[Tensor | None]:
     """Both orientations from one cast, where the groups of ``x.t()`` are the transposed groups of ``x``."""
     codes, scale_inv, packed = quantize_ref(x, fmt, granularity, **kwargs)
     inv = scale_inv.t().contiguous() if scale_inv.ndim else scale_inv.clone()
@@ -184,7 +182,8 @@ def _delayed_fake(
 
 def _in_five_places(out: list[Tensor], x: Tensor, rows: bool, cols: bool) -> Five:
     """Fixed places, empty tensors for what was not asked: torch.compile takes an op that mutates an argument only
-    if its results are single tensors, not a list."""
+    if its results are single tensors, not a list.
+    """
     none = [x.new_empty(0), x.new_empty(0)]
     of_rows = out[:2] if rows else none
     of_cols = out[2 * rows : 2 * rows + 2] if cols else none
@@ -239,13 +238,9 @@ def quantize(
             f"quantize got {x.ndim} dimensions {tuple(x.shape)}; allowed: 2; flatten batch dimensions first"
         )
     if x.dtype not in _INPUT_DTYPES:
-        raise DtypeError(
-            f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first"
-        )
+        raise DtypeError(f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first")
     if amax is not None and granularity is not TENSORWISE:
-        raise ShapeError(
-            f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise"
-        )
+        raise ShapeError(f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
     if rows is None and cols is None:
         raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
     names = rows.name if rows else "", cols.name if cols else ""
@@ -256,9 +251,7 @@ def quantize(
         as_rows = Quantized(five[0], five[1], granularity) if rows else None
         as_cols = Quantized(five[2], five[3], granularity) if cols else None
         return as_rows, as_cols, five[4] if statistics else None
-    out: list[Any] = torch.ops.acceler8.quantize(
-        x, *names, granularity.name, pow2, margin, statistics
-    )
+    out: list[Any] = torch.ops.acceler8.quantize(x, *names, granularity.name, pow2, margin, statistics)
     packed = out.pop() if statistics else None
     parts = [Quantized(out[i], out[i + 1], granularity) for i in range(0, len(out), 2)]
     return (parts[0] if rows else None), (parts[-1] if cols else None), packed

@@ -18,6 +18,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from acceler8.errors import DtypeError, HardwareError, ShapeError
 from acceler8.kernels.quantize import Quantized, library
@@ -57,20 +58,24 @@ def check_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
     (_, k), (n, k_b) = a.codes.shape, b.codes.shape
     if k != k_b:
         raise ShapeError(f"a contracts {k} elements and b {k_b}; allowed: the same number in both")
-    if k % 16 or n % 16:
+    multiple = a.granularity.contraction_multiple
+    if k % multiple or n % 16:
         raise ShapeError(
-            f"got K={k}, N={n}; allowed: multiples of 16, which FP8 GEMM needs; pad the layer or skip it in the plan"
+            f"got K={k}, N={n}; allowed: K a multiple of {multiple} and N of 16, which FP8 GEMM needs; pad the layer or"
+            " skip it in the plan"
         )
     if not _can_pair(a.granularity, b.granularity):
         raise ShapeError(
-            f"got granularities {a.granularity} x {b.granularity}; allowed: the same in both operands, or 1x128 with"
-            " 128x128 (not 128x128 with itself)"
+            f"got granularities {a.granularity} x {b.granularity}; allowed: the same in both operands (not 128x128), or"
+            " 1x128 with 128x128 in this order"
         )
+    if a.granularity in _BLOCKS and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
+        raise DtypeError(f"got E5M2 with {a.granularity} scales; allowed: E4M3 in both, all that GPUs multiply so")
 
 
 def _can_pair(a: Granularity, b: Granularity) -> bool:
-    if a in _BLOCKS and b in _BLOCKS:
-        return not (a is BLOCK_128x128 and b is BLOCK_128x128)
+    if a in _BLOCKS:
+        return a is BLOCK_1x128 and b in _BLOCKS
     return a is b
 
 
@@ -102,18 +107,11 @@ def has_hardware_matmul(device: torch.device, granularity: Granularity) -> bool:
     return granularity in _BLOCKS and capability[0] == 9
 
 
-def _scaled_matmul_cuda(
-    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
+def _scaled_matmul_cuda(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     if a.granularity.is_blockwise:
         y = _blockwise(a, b, out_dtype)
         return y if bias is None else y + bias.to(out_dtype)
-    if a.granularity is ROWWISE and out_dtype is not torch.bfloat16:
-        # row scales come with a BF16 output only: multiply unscaled in FP32, then scale
-        one = torch.ones((), device=a.codes.device)
-        y = torch._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
-        y = y.mul_(a.scale_inv).mul_(b.scale_inv.t())
-        return (y if bias is None else y.add_(bias.float())).to(out_dtype)
+    # a bias rides along unless the result is FP32, which the GEMM itself refuses
     inside = bias is not None and out_dtype is not torch.float32
     y = torch._scaled_mm(
         a.codes,
@@ -128,27 +126,35 @@ def _scaled_matmul_cuda(
 
 
 def _blockwise(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+    """1x128 x (1x128 or 128x128). cuBLASLt takes rows of ``a`` in multiples of 16 here: filled and cut off again."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    recipe = {BLOCK_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
-    return scaled_mm(
-        a.codes,
+    rows = a.codes.shape[0]
+    codes, scale_inv = a.codes, a.scale_inv
+    if filler := -rows % 16:
+        codes = pad(codes.view(torch.uint8), (0, 0, 0, filler)).view(codes.dtype)
+        scale_inv = pad(scale_inv, (0, 0, 0, filler))
+    if b.granularity is BLOCK_1x128:
+        recipe_b, scale_inv_b = ScalingType.BlockWise1x128, _outer_contiguous(b.scale_inv)
+    else:  # K-blocks filled to a multiple of 4
+        recipe_b = ScalingType.BlockWise128x128
+        scale_inv_b = pad(b.scale_inv, (0, -b.scale_inv.shape[1] % 4)).t()
+    recipe_a = ScalingType.BlockWise1x128
+    y: Tensor = scaled_mm(
+        codes,
         b.codes.t(),
-        _block_scale_layout(a),
-        recipe[a.granularity],
-        _block_scale_layout(b).t(),
-        recipe[b.granularity],
+        _outer_contiguous(scale_inv),
+        recipe_a,
+        scale_inv_b,
+        recipe_b,
         output_dtype=out_dtype,
     )
+    return y[:rows]
 
 
-def _block_scale_layout(q: Quantized) -> Tensor:
-    """Scales as cuBLASLt reads them: 1x128 with the outer dimension contiguous, 128x128 with K-blocks filled
-    to 4.
-    """
-    if q.granularity is BLOCK_1x128:
-        return q.scale_inv.t().contiguous().t()
-    return torch.nn.functional.pad(q.scale_inv, (0, -q.scale_inv.shape[1] % 4))
+def _outer_contiguous(scale_inv: Tensor) -> Tensor:
+    """1x128 scales as cuBLASLt reads them: shape [rows, blocks], the rows contiguous."""
+    return scale_inv.t().contiguous().t()
 
 
 def _scaled_matmul(

@@ -43,9 +43,7 @@ class CastStatistics:
         """Signal to quantisation noise, dB; inf if the cast was exact, nan if there was no signal."""
         if self.squared_error == 0.0:
             return math.inf if self.squared_sum > 0.0 else math.nan
-        return (
-            10.0 * math.log10(self.squared_sum / self.squared_error) if self.squared_sum > 0.0 else -math.inf
-        )
+        return 10.0 * math.log10(self.squared_sum / self.squared_error) if self.squared_sum > 0.0 else -math.inf
 
     def __add__(self, other: CastStatistics) -> CastStatistics:
         """Statistics of both casts together (for SQNR: energy-weighted)."""

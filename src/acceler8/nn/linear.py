@@ -72,7 +72,7 @@ class Fp8Linear(nn.Linear):
         """``input @ weight.T + bias`` by the layer's recipe."""
         state = self._acceler8_layer
         if not self.training and not state.evaluates_in_fp8 and state.recipe.eval == "high_precision":
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, state.codes.in_high_precision(self.weight), self.bias)
         if state.amax is not None and self.training and not torch.compiler.is_compiling():
             state.count_unmarked_call()
         return linear(

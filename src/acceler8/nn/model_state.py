@@ -46,7 +46,9 @@ def state_of(model: nn.Module) -> ModelState:
         if state is not None:
             assert isinstance(state, ModelState)
             return state
-    raise PlanError(f"{type(model).__name__} is not converted; call acceler8.convert(model, acceler8.plan(model)) first")
+    raise PlanError(
+        f"{type(model).__name__} is not converted; call acceler8.convert(model, acceler8.plan(model)) first"
+    )
 
 
 def find_state(model: nn.Module) -> ModelState | None:
@@ -62,9 +64,11 @@ def fp8_layers(model: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state that a checkpoint keeps: amax histories (delayed scaling), by layer name. Empty if there is none.
+    """The FP8 state that a checkpoint keeps: amax histories (delayed scaling), by layer name. Empty if there
+    is none.
 
-    Shape: ``{"amax": [2 + amax_history_len, slots] FP32, "steps": [] int64}``, slots in the order of the plan's layers.
+    Shape: ``{"amax": [2 + amax_history_len, slots] FP32, "steps": [] int64}``, slots in the order of the
+    plan's layers.
     """
     amax = state_of(model).amax
     if amax is None:
@@ -73,7 +77,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what ``fp8_state_dict`` gave; an empty dict leaves fresh histories (the first step then uses its own amax).
+    """Restore what ``fp8_state_dict`` gave; an empty dict leaves fresh histories (the first step then uses
+    its own amax).
 
     Raises: PlanError if the shapes do not fit the model's plan.
     """

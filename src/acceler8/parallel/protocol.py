@@ -20,7 +20,8 @@ class Strategy(Protocol):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move or wrap a model. Called after conversion; a strategy that replaces Parameters says so by returning a
-        model whose ``parameters()`` differ, and the accelerator remaps optimizers."""
+        model whose ``parameters()`` differ, and the accelerator remaps optimizers.
+        """
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -6,10 +6,10 @@ A linear layer has three GEMMs, each of two operands:
     dgrad   dx[M, K] = dy[M, N]  @ w[N, K]          contracts N (out_features)
     wgrad   dw[N, K] = dy[M, N].T @ x[M, K]         contracts M (tokens)
 
-A recipe names a format for each of the six operands, or None for high precision. A GEMM runs in FP8 if both of its
-operands are FP8. If only one is, the GEMM runs in high precision on that operand's dequantised values: this is how
-activations are kept for backward in FP8 while every GEMM stays in 16 bit. What wgrad reads of ``x`` is what is saved
-for backward.
+A recipe names a format for each of the six operands, or None for high precision. A GEMM runs in FP8 if both
+of its operands are FP8. If only one is, the GEMM runs in high precision on that operand's dequantised values:
+this is how activations are kept for backward in FP8 while every GEMM stays in 16 bit. What wgrad reads of
+``x`` is what is saved for backward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Literal
 from acceler8.errors import RecipeError, unknown_name
 from acceler8.formats import E4M3, E5M2, FORMATS, Format
 from acceler8.scaling import (
-    BLOCK_1x128,
-    BLOCK_128x128,
     GRANULARITIES,
-    MX_1x32,
     ROWWISE,
     TENSORWISE,
+    BLOCK_1x128,
+    BLOCK_128x128,
     Granularity,
+    MX_1x32,
 )
 
 Role = Literal["x", "w", "dy"]
@@ -103,8 +103,8 @@ class DelayedScaling:
 class Recipe:
     """A complete, checked description of FP8 training for linear layers.
 
-    Derive variants with ``recipe.replace(...)`` or ``recipe.with_gemms(wgrad=False)``. Raises RecipeError for parts
-    that contradict each other.
+    Derive variants with ``recipe.replace(...)`` or ``recipe.with_gemms(wgrad=False)``. Raises RecipeError for
+    parts that contradict each other.
     """
 
     name: str
@@ -117,7 +117,8 @@ class Recipe:
     eval: Literal["high_precision", "fp8"] = "high_precision"
     """What a layer in eval() mode computes in."""
     skip: tuple[str, ...] = ()
-    """Layers that stay in high precision: a name, a suffix of one (``lm_head``), or a glob (``layers.0.*``)."""
+    """Layers that stay in high precision: a name, a suffix of one (``lm_head``), or a glob
+    (``layers.0.*``)."""
 
     def __post_init__(self) -> None:
         if self.eval not in ("high_precision", "fp8"):
@@ -129,6 +130,8 @@ class Recipe:
             gemm: Gemm = getattr(self, gemm_name)
             for role, operand in zip(roles, (gemm.a, gemm.b), strict=True):
                 self._check_operand(gemm_name, role, operand)
+            if gemm.is_fp8 and gemm.a.granularity is BLOCK_1x128 and E5M2 in (gemm.a.format, gemm.b.format):
+                raise RecipeError(f"{gemm_name} got E5M2 with 1x128 scales; allowed: E4M3, all that GPUs multiply so")
             if gemm.is_fp8 and gemm.a.format is gemm.b.format is E5M2:
                 raise RecipeError(f"{gemm_name} got E5M2 x E5M2, which no GPU multiplies; give one operand E4M3")
         self._check_shared_casts()
@@ -153,12 +156,12 @@ class Recipe:
         ):
             if first.is_fp8 and second.is_fp8 and first.granularity is not second.granularity:
                 raise RecipeError(
-                    f"{role} has granularities {first.granularity} and {second.granularity}; allowed: one for both GEMMs"
+                    f"{role} has granularities {first.granularity} and {second.granularity}; allowed: one for both"
                 )
         for gemm_name in _GEMM_ROLES:
             gemm: Gemm = getattr(self, gemm_name)
-            kinds = {gemm.a.granularity, gemm.b.granularity}
-            if gemm.is_fp8 and len(kinds) == 2 and kinds != {BLOCK_1x128, BLOCK_128x128}:
+            kinds = gemm.a.granularity, gemm.b.granularity
+            if gemm.is_fp8 and kinds[0] is not kinds[1] and kinds != (BLOCK_1x128, BLOCK_128x128):
                 raise RecipeError(f"{gemm_name} pairs granularities {gemm.a.granularity} and {gemm.b.granularity}")
 
     @property
@@ -193,7 +196,9 @@ class Recipe:
         return tuple(notes)
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with fields changed. Raises RecipeError for an unknown field, naming the nearest valid one."""
+        """A copy with fields changed. Raises RecipeError for an unknown field, naming the nearest valid
+        one.
+        """
         valid = [f.name for f in dataclasses.fields(self)]
         for key in changes:
             if key not in valid:
@@ -201,7 +206,9 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def with_gemms(self, *, fprop: bool = True, dgrad: bool = True, wgrad: bool = True) -> Recipe:
-        """A copy with the GEMMs given as False in high precision, on operands that are not quantised at all."""
+        """A copy with the GEMMs given as False in high precision, on operands that are not quantised at
+        all.
+        """
         plain = Gemm(a=Operand(), b=Operand())
         off = {n: plain for n, on in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)) if not on}
         return self.replace(**off)

@@ -9,12 +9,12 @@ from acceler8.errors import RecipeError, unknown_name
 from acceler8.formats import E4M3, E5M2, Format
 from acceler8.recipes.recipe import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
 from acceler8.scaling import (
-    BLOCK_1x128,
-    BLOCK_128x128,
-    MX_1x32,
     ROWWISE,
     TENSORWISE,
+    BLOCK_1x128,
+    BLOCK_128x128,
     Granularity,
+    MX_1x32,
 )
 
 # What each format policy gives x, w and dy. E5M2: x and dy carry the wide range, w keeps the finer mantissa.
@@ -76,7 +76,13 @@ def _activations_only(policy: str, **rest: Any) -> Recipe:
     plain = Operand()
     saved = Operand(format=FORMAT_POLICIES[policy][0], granularity=ROWWISE)
     wgrad = Gemm(a=plain, b=saved)
-    return Recipe(name="activations_only", fprop=Gemm(a=plain, b=plain), dgrad=Gemm(a=plain, b=plain), wgrad=wgrad, **rest)
+    return Recipe(
+        name="activations_only",
+        fprop=Gemm(a=plain, b=plain),
+        dgrad=Gemm(a=plain, b=plain),
+        wgrad=wgrad,
+        **rest,
+    )
 
 
 # name -> (builder, default format policy)
@@ -99,9 +105,9 @@ def names() -> tuple[str, ...]:
 def get(name: str = DEFAULT, *, formats: str | None = None, **fields: Any) -> Recipe:
     """The named recipe.
 
-    ``formats`` is ``E4M3``, ``HYBRID`` (E4M3 forward, E5M2 gradients) or ``E5M2`` (x and dy in E5M2, w in E4M3);
-    default HYBRID for tensorwise and delayed, E4M3 for the rest. ``fields`` are fields of Recipe (``eval``, ``skip``,
-    ``pow2_scales``) and, for ``delayed``, of DelayedScaling.
+    ``formats`` is ``E4M3``, ``HYBRID`` (E4M3 forward, E5M2 gradients) or ``E5M2`` (x and dy in E5M2, w in
+    E4M3); default HYBRID for tensorwise and delayed, E4M3 for the rest. ``fields`` are fields of Recipe
+    (``eval``, ``skip``, ``pow2_scales``) and, for ``delayed``, of DelayedScaling.
     Raises: RecipeError for an unknown name, format policy or field; the message names the nearest valid one.
     """
     if name not in _RECIPES:

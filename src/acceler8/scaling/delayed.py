@@ -32,9 +32,7 @@ STAGING, IN_USE, HISTORY = 0, 1, 2
 class AmaxState:
     """Amax histories of all delayed-scaling operands of one model."""
 
-    def __init__(
-        self, names: list[str], history_len: int, algo: str, interval: int, device: torch.device
-    ) -> None:
+    def __init__(self, names: list[str], history_len: int, algo: str, interval: int, device: torch.device) -> None:
         self.names = list(names)
         self.history_len, self.algo, self.interval = history_len, algo, interval
         self.steps = 0
@@ -51,9 +49,7 @@ class AmaxState:
         host sync.
         """
         staged, history = self.data[STAGING], self.data[HISTORY:]
-        fresh = staged.isfinite() & (
-            staged > 0
-        )  # an operand that did not run, or saw NaN or inf, keeps its past
+        fresh = staged.isfinite() & (staged > 0)  # an operand that did not run, or saw NaN or inf, keeps its past
         rolled = torch.cat([history[1:], staged.unsqueeze(0)])
         history.copy_(torch.where(fresh, rolled, history))
         self.steps += 1

@@ -66,9 +66,7 @@ BLOCK_1x128 = Granularity("1x128", 1, 128)
 BLOCK_128x128 = Granularity("128x128", 128, 128)
 MX_1x32 = Granularity("mx1x32", 1, 32, e8m0=True)
 
-GRANULARITIES: dict[str, Granularity] = {
-    g.name: g for g in (TENSORWISE, ROWWISE, BLOCK_1x128, BLOCK_128x128, MX_1x32)
-}
+GRANULARITIES: dict[str, Granularity] = {g.name: g for g in (TENSORWISE, ROWWISE, BLOCK_1x128, BLOCK_128x128, MX_1x32)}
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 

@@ -1,0 +1,310 @@
+"""The object that a script holds: precisions, prepare in any order, accumulation, step boundaries, reports."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import acceler8
+from acceler8 import recipes
+from acceler8.accelerator import Accelerator, AcceleratedOptimizer, AcceleratedScheduler
+from acceler8.errors import PlanError, RecipeError
+from acceler8.nn import Fp8Linear, state_of
+
+
+class TinyModel(nn.Module):
+    """Tokens -> two FP8-able linears around a GELU -> logits."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(48, 64)
+            self.up = nn.Linear(64, 128)
+            self.down = nn.Linear(128, 64)
+            self.lm_head = nn.Linear(64, 48)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        return {"logits": self.lm_head(x + self.down(F.gelu(self.up(x))))}
+
+
+def make_loader(rows: int = 40, batch: int = 8) -> DataLoader:
+    tokens = torch.randint(0, 48, (rows, 9), generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(tokens), batch_size=batch)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1])["logits"].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer, loader, scheduler=None, epochs: int = 1) -> list[float]:
+    losses = []
+    for _ in range(epochs):
+        for (tokens,) in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, tokens)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16", "fp8"])
+def test_each_precision_learns_and_returns_fp32(precision: str) -> None:
+    accelerator = Accelerator(mixed_precision=precision, cpu=True)
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
+    assert prepared is model
+    losses = train(accelerator, model, optimizer, loader, epochs=4)
+    assert losses[-1] < losses[0] - 0.3
+    tokens = next(iter(loader))[0]
+    assert model(tokens)["logits"].dtype is torch.float32
+    assert isinstance(model.up, Fp8Linear) == (precision == "fp8")
+
+
+@pytest.mark.parametrize("order", ["together", "model first", "optimizer first", "reversed"])
+def test_prepare_in_any_order_gives_the_same_training(order: str) -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = make_loader()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    if order == "together":
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    elif order == "reversed":
+        loader, optimizer, model = accelerator.prepare(loader, optimizer, model)
+    elif order == "model first":
+        model = accelerator.prepare(model)
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+    else:
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+        model = accelerator.prepare(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    losses = train(accelerator, model, optimizer, loader)
+
+    reference = Accelerator("fp8", cpu=True)
+    other = TinyModel()
+    plain = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    assert losses == train(reference, *reference.prepare(other, plain, make_loader()))
+    acceler8.verify(model, optimizer)
+
+
+def test_optimizer_made_after_prepare_moves_fp8_weights() -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = accelerator.prepare(TinyModel())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = next(iter(make_loader()))[0]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, tokens))
+        optimizer.step()
+
+    report = acceler8.verify(model, optimizer, step=step)
+    assert "8 parameters moved" not in report.checks["moved and fresh"]  # embed, 3 weights, 3 biases
+    assert report.checks["moved and fresh"].startswith("7 parameters moved, 2 layers")
+
+
+def test_accumulated_micro_batches_equal_one_batch() -> None:
+    tokens = torch.randint(0, 48, (8, 9), generator=torch.Generator().manual_seed(5))
+    weights = []
+    for steps, rows in ((1, 8), (4, 2)):
+        accelerator = Accelerator("no", cpu=True, gradient_accumulation_steps=steps)
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for part in tokens.split(rows):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(model.up.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+
+
+def test_windows_close_with_the_step_and_codes_are_never_stale() -> None:
+    accelerator = Accelerator("fp8", cpu=True, gradient_accumulation_steps=2)
+    model = TinyModel()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    parts = next(iter(make_loader()))[0].split(4)
+    codes = model.up._acceler8_layer.codes
+    kept = []
+    for step in range(2):
+        for i, part in enumerate(parts):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, part))
+                live = codes.live()["rows"]
+                kept.append(live.codes.clone())
+                acceler8.verify(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert codes.is_open == (i == 0), step
+    assert torch.equal(kept[0].view(torch.uint8), kept[1].view(torch.uint8))
+    assert not torch.equal(kept[1].view(torch.uint8), kept[2].view(torch.uint8))
+
+
+def test_last_incomplete_window_of_a_loader_still_steps() -> None:
+    accelerator = Accelerator("no", cpu=True, gradient_accumulation_steps=4)
+    model = TinyModel()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader(40))
+    train(accelerator, model, optimizer, loader, epochs=2)  # 5 batches an epoch: 4, then the last alone
+    assert accelerator.clock.ticks == 4
+
+
+def test_scheduler_moves_once_a_step() -> None:
+    accelerator = Accelerator("bf16", cpu=True, gradient_accumulation_steps=2)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, make_loader(32), scheduler)
+    assert isinstance(scheduler, AcceleratedScheduler)
+    train(accelerator, model, optimizer, loader, scheduler)  # 4 batches, 2 steps
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_fp16_skips_a_step_whose_gradients_overflow_and_the_scheduler_waits() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    before = model.up.weight.detach().clone()
+    accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
+    model.up.weight.grad[0, 0] = torch.inf
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(model.up.weight, before)
+    assert scheduler.get_last_lr() == [0.1]
+
+
+def test_fp16_clips_unscaled_gradients() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    model = TinyModel()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = next(iter(make_loader()))[0]
+    accelerator.backward(loss_of(model, tokens))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    plain = TinyModel()
+    loss_of(plain, tokens).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    torch.testing.assert_close(norm, expected, rtol=0.02, atol=0.0)
+    clipped = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-2, atol=0.0)
+
+
+def test_delayed_scaling_follows_the_accelerators_steps() -> None:
+    accelerator = Accelerator("fp8", recipe="delayed", cpu=True, gradient_accumulation_steps=2)
+    model = TinyModel()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), make_loader(32))
+    train(accelerator, model, optimizer, loader)
+    assert state_of(model).amax.steps == 2
+    assert (state_of(model).amax.data[1] > 0).all()
+
+
+def test_a_model_converted_by_hand_follows_the_accelerators_clock() -> None:
+    model = acceler8.convert(TinyModel(), recipes.get("delayed"))
+    accelerator = Accelerator("fp8", cpu=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), make_loader(16))
+    train(accelerator, model, optimizer, loader)
+    assert state_of(model).amax.steps == 2
+    assert accelerator.plan.recipe.name == "delayed"
+
+
+def test_report_says_what_is_fp8() -> None:
+    accelerator = Accelerator("fp8", cpu=True, skip=["down"])
+    assert "no model prepared yet" in str(accelerator.fp8_report())
+    model = accelerator.prepare(TinyModel())
+    report = accelerator.fp8_report()
+    assert report.is_fp8
+    assert "1 of 3 layers FP8" in str(report)
+    assert "emulated" in str(report)
+    assert not isinstance(model.down, Fp8Linear)
+    assert "not asked for" in str(Accelerator("bf16", cpu=True).fp8_report())
+
+
+def test_near_zero_coverage_warns() -> None:
+    model = nn.Sequential(nn.Embedding(48, 60), nn.Linear(60, 60), nn.Linear(60, 48))
+    with pytest.warns(UserWarning, match="FP8 would cover 0% of the matrix FLOPs"):
+        Accelerator("fp8", cpu=True).prepare(model)
+
+
+def test_unwrap_keeps_training_intact_and_can_take_autocast_off() -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = accelerator.prepare(TinyModel())
+    tokens = next(iter(make_loader()))[0]
+    before = model(tokens)["logits"]
+    assert accelerator.unwrap_model(model) is model
+    assert torch.equal(model(tokens)["logits"], before)
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in plain.__dict__
+    acceler8.restore(plain)
+    assert type(plain.up) is nn.Linear
+
+
+def test_prepared_objects_can_be_copied_and_prepared_again() -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = TinyModel()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), make_loader())
+    twin = copy.deepcopy(model)
+    tokens = next(iter(loader))[0]
+    assert torch.equal(twin(tokens)["logits"], model(tokens)["logits"])
+    with torch.no_grad():
+        twin.up.weight.zero_()
+    assert not torch.equal(twin(tokens)["logits"], model(tokens)["logits"])
+    assert accelerator.prepare(optimizer) is optimizer
+    assert accelerator.prepare(model) is model
+    assert isinstance(copy.deepcopy(optimizer), AcceleratedOptimizer)
+    sentinel = object()
+    assert accelerator.prepare(sentinel) is sentinel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"mixed_precision": "fp9"}, RecipeError, "did you mean 'fp8'"),
+        ({"mixed_precision": "bf16", "recipe": "rowwise"}, RecipeError, "a recipe only with 'fp8'"),
+        ({"mixed_precision": "fp8", "recipe": "rowise"}, RecipeError, "did you mean 'rowwise'"),
+        ({"mixed_precision": "no", "gradient_accumulation_steps": 0}, RecipeError, "1 or more"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(arguments: dict, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_bad_skip_and_backend_name_the_nearest() -> None:
+    with pytest.raises(PlanError, match="did you mean 'down'"):
+        Accelerator("fp8", cpu=True, skip=["dwn"]).prepare(TinyModel())
+    with pytest.raises(PlanError, match="valid: native"):
+        Accelerator("fp8", cpu=True, backend="natve").prepare(TinyModel())
+
+
+def test_compute_dtype_and_autocast() -> None:
+    expected = {"no": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+    for precision, dtype in expected.items():
+        accelerator = Accelerator(precision, cpu=True)
+        assert accelerator.compute_dtype is dtype
+        with accelerator.autocast():
+            assert F.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is dtype
+
+
+def test_print_and_process_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.print("hello", end="!")
+    assert capsys.readouterr().out == "hello!"
+    assert accelerator.num_processes == 1
+    assert accelerator.is_main_process
+    assert accelerator.device == torch.device("cpu")
