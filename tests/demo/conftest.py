@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 from acceler8.demo.interrupt import StopRequest
 from acceler8.demo.run import create_run, execute_run
 from acceler8.demo.run_folder import RunFolder
-from tests.demo.runs import WISHES, Recorder
+from tests.demo.runs import WISHES, Recorder, one_thread
+
+
+@pytest.fixture(autouse=True)
+def _on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +37,7 @@ def wishes(text_path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def finished(wishes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """One run that nobody stopped. Tests read it and leave it as it is."""
-    folder, corpus = create_run(wishes, tmp_path_factory.mktemp("runs"))
-    with StopRequest() as stop:
+    with one_thread(), StopRequest() as stop:
+        folder, corpus = create_run(wishes, tmp_path_factory.mktemp("runs"))
         execute_run(folder, corpus, Recorder(), stop)
     return folder

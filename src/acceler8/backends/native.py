@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from acceler8.errors import PlanError
 from acceler8.kernels import has_hardware_matmul
 from acceler8.nn import Fp8Linear, LayerState, ModelState
 from acceler8.recipes import DelayedScaling, Recipe
@@ -22,9 +23,7 @@ ROLES = ("x", "w", "dy")
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class that the model's author gave a module: FSDP2 puts its mixin and a new class in front of
-    it.
-    """
+    """The class that the model's author gave a module, without the mixin that FSDP2 puts in front of it."""
     cls = type(module)
     if cls.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in cls.__mro__):
         return next(b for b in cls.__mro__[1:] if b.__name__ not in ("FSDPModule",) and issubclass(b, nn.Module))
@@ -67,9 +66,13 @@ class NativeBackend:
         """The layer rules of FP8 GEMMs and of class change."""
         if hasattr(module, "parametrizations"):
             return "parametrised (its weight is computed, not stored)"
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
-            return "no 2-D weight"
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed, not stored" if hasattr(module, "weight") else "no weight"
+        if not _is_dense(weight):
+            return f"weight is a {type(weight).__name__} of layout {weight.layout}, not a dense tensor"
+        if weight.ndim != 2:
+            return f"weight has {weight.ndim} dimensions, not 2"
         if weight.dtype not in _WEIGHT_DTYPES:
             return f"weight is {str(weight.dtype).removeprefix('torch.')}, not bf16, fp16 or fp32"
         odd = [n for n in (weight.shape[1], weight.shape[0]) if n % 16]
@@ -77,15 +80,14 @@ class NativeBackend:
             return f"{' and '.join(map(str, odd))} not a multiple of 16, which FP8 GEMM needs"
         if plain_type(module) is not nn.Linear:
             return f"{plain_type(module).__name__} is a subclass of nn.Linear: its own forward would be lost"
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance (a library's hook, say), so FP8 would not run"
         return None
 
     def convert_layers(self, layers: list[tuple[str, nn.Module]], recipe: Recipe, state: ModelState) -> None:
         """Change the class of each layer and give it its state."""
-        amax = _amax_state(layers, recipe)
-        if amax is not None:
-            state.amax = amax
-            state.clock.subscribe(amax.update)
-        state.clock.subscribe(state.drop_codes)
+        amax = state.amax = _amax_state(layers, recipe)
+        state.follow_clock()
         for i, (name, module) in enumerate(layers):
             layer = LayerState(name, recipe, state.clock, amax=amax, first_slot=len(ROLES) * i)
             state.codes.append(layer.codes)
@@ -100,11 +102,28 @@ class NativeBackend:
                 del module.__dict__["_acceler8_layer"]
 
 
+def _is_dense(weight: torch.Tensor) -> bool:
+    """False for sparse weights and for tensor subclasses that quantisation libraries put in a weight's place.
+
+    FSDP2's DTensor is sharded, not encoded; a FakeTensor stands for a plain one.
+    """
+    kind = type(weight)
+    plain = kind in (nn.Parameter, torch.Tensor) or kind.__name__ in ("DTensor", "FakeTensor")
+    return plain and weight.layout is torch.strided
+
+
 def _amax_state(layers: list[tuple[str, nn.Module]], recipe: Recipe) -> AmaxState | None:
     scaling = recipe.scaling
     if not isinstance(scaling, DelayedScaling) or not layers:
         return None
-    weight: Any = layers[0][1].weight
-    device = weight.device if weight.device.type != "meta" else torch.device("cpu")
+    weights: list[Any] = [module.weight for _, module in layers]
+    devices = {weight.device for weight in weights}
+    if len(devices) > 1:
+        raise PlanError(
+            f"recipe {recipe.name!r} got layers on {', '.join(sorted(map(str, devices)))}; allowed: one device, where"
+            " the amax histories of all layers are; use a current-scaling recipe, such as rowwise"
+        )
+    (device,) = devices
+    device = device if device.type != "meta" else torch.device("cpu")
     names = [f"{name}.{role}" for name, _ in layers for role in ROLES]
     return AmaxState(names, scaling.amax_history_len, scaling.amax_compute_algo, scaling.interval, device)

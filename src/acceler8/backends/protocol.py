@@ -17,9 +17,7 @@ class Backend(Protocol):
     name: str
 
     def unavailable(self) -> str | None:
-        """Why this backend cannot be used here (say, a missing library and how to install it); None if it
-        can.
-        """
+        """Why this backend cannot be used here, such as a missing library, and what to do; None if it can."""
         ...
 
     def notes(self, recipe: Recipe, device: torch.device) -> list[str]:

@@ -19,7 +19,7 @@ def capture_rng() -> dict[str, Any]:
 
         name, keys, *rest = numpy.random.get_state(legacy=True)
         state["numpy"] = [name, numpy.asarray(keys).tolist(), *rest]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,11 @@ from torch.optim import Optimizer
 
 from acceler8 import backends
 from acceler8.conversion.filters import tied_names
-from acceler8.conversion.plan import Plan
+from acceler8.conversion.plan import Plan, check_is_plain, largest_shape, matrix_modules, row_name
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
 from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
-from acceler8.nn.model_state import ATTRIBUTE, find_state
+from acceler8.nn.model_state import ATTRIBUTE
 from acceler8.recipes import Recipe
 from acceler8.scaling import StepClock
 
@@ -26,13 +27,11 @@ def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock:
     Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be a recipe or
     its name; then the plan is made here. ``clock`` shares a step clock among several models.
     Raises: PlanError if the model is converted already or is not the one that was planned (what differs is
-    named);
-        nothing is changed then.
+        named); nothing is changed then.
     """
     if not isinstance(plan, Plan):
         plan = make_plan(model, plan)
-    if find_state(model) is not None:
-        raise PlanError(f"{type(model).__name__} is converted already; call acceler8.restore(model) first")
+    check_is_plain(model)
     engine = backends.get(plan.backend)
     layers = _planned_layers(model, plan)
     for name, module in layers:
@@ -53,64 +52,72 @@ def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock:
 
 
 def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    modules = {name or "(root)": module for name, module in model.named_modules()}
+    """``(name, module)`` of the rows that become FP8, once every row is known to fit the model."""
+    found = {row_name(name): (name, module, weights) for name, module, weights in matrix_modules(model)}
+    kind = type(model).__name__
+    if missing := [row.name for row in plan.rows if row.name not in found]:
+        raise PlanError(f"the plan names layer {missing[0]!r}, which this {kind} lacks; plan it again")
+    planned = {row.name for row in plan.rows}
+    if extra := [name for name in found if name not in planned]:
+        raise PlanError(f"this {kind} has layer {extra[0]!r}, which the plan does not name; plan it again")
     layers = []
     for row in plan.rows:
-        if not row.is_fp8:
-            continue
-        module = modules.get(row.name)
-        if module is None:
-            raise PlanError(
-                f"the plan names layer {row.name!r}, which this {type(model).__name__} lacks; plan it again"
-            )
-        shape = tuple(module.weight.shape)
+        name, module, weights = found[row.name]
+        shape = largest_shape(weights)
         if shape != row.shape:
             raise PlanError(f"layer {row.name!r} has shape {shape}, the plan says {row.shape}; plan the model again")
-        layers.append(("" if row.name == "(root)" else row.name, module))
+        if row.is_fp8:
+            layers.append((name, module))
     return layers
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo ``convert``: the layers are plain again, with the values that they have now. Returns the same
-    model.
+    """Undo ``convert``: the same model, its layers plain again, with the values that they have now.
 
     Raises: PlanError if the model is not converted.
     """
     state = state_of(model)
-    for handle in state.attached:
-        handle.remove()
+    state.leave()
     backends.get(state.backend).restore_layers(model)
     for module in model.modules():
         module.__dict__.pop(ATTRIBUTE, None)
     return model
 
 
-def attach(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Let ``optimizer.step()`` mark the step boundaries of a converted model; returns a handle with
-    ``remove()``.
+def attach(model: nn.Module, optimizer: Optimizer) -> Attachment:
+    """Let ``optimizer.step()`` mark the step boundaries of a converted model.
 
-    With several optimizers attach the one that steps last. Raises: PlanError if the model is not converted.
+    Returns a handle with ``remove()``. With several optimizers attach the one that steps last.
+    Raises: PlanError if the model is not converted, or this optimizer marks its steps already.
     """
     state = state_of(model)
-    handle = optimizer.register_step_post_hook(_Tick(state.clock))
-    state.attached.append(handle)
-    return handle
+    if any(isinstance(known, Attachment) and known.optimizer() is optimizer for known in state.attached):
+        raise PlanError("this optimizer marks the model's steps already; call acceler8.attach once for it")
+    return Attachment(state, optimizer)
 
 
-class _Tick:
-    """Step hook as an object, so that an optimizer with it can be copied and pickled."""
+class Attachment:
+    """The hook behind an optimizer's step, and the handle that removes it."""
 
-    def __init__(self, clock: StepClock) -> None:
-        self.clock = clock
+    def __init__(self, state: ModelState, optimizer: Optimizer) -> None:
+        self._state = state
+        self.optimizer = weakref.ref(optimizer)  # a model does not keep an optimizer and its state alive
+        self._handle = optimizer.register_step_post_hook(self)
+        state.attached.append(self)
 
     def __call__(self, *args: Any) -> None:
-        self.clock.tick()
+        """Mark a step boundary; called by the optimizer behind its step."""
+        self._state.clock.tick()
+
+    def remove(self) -> None:
+        """Stop marking step boundaries. A second call does nothing."""
+        self._handle.remove()
+        if self in self._state.attached:
+            self._state.attached.remove(self)
 
 
 def step(model: nn.Module) -> None:
-    """Mark a step boundary by hand: call it after ``optimizer.step()`` in a loop without ``attach`` or
-    Accelerator.
-    """
+    """Mark a step boundary by hand, after ``optimizer.step()``, in a loop without ``attach`` or Accelerator."""
     state_of(model).clock.tick()
 
 
@@ -118,19 +125,20 @@ def step(model: nn.Module) -> None:
 def window(model: nn.Module) -> Iterator[None]:
     """Reuse weight codes across the forwards inside: for micro-batches that see one set of weights.
 
-    The caller answers for the weights not changing inside, other than by a step that is marked on the model's
-    clock, ``load_state_dict`` or a move; after those codes are made anew. Codes are dropped when the window
-    closes.
+    Codes are made anew after a step that is marked on the model's clock, ``load_state_dict``, a move, an
+    assignment, and in-place changes that PyTorch counts. The caller answers for the rest: edits through
+    ``.data`` and fused optimizer steps that nobody marks. ``verify`` finds stale codes. A window inside a window
+    is the outer one. Codes are dropped when it closes.
     Raises: PlanError if the model is not converted.
     """
-    codes = state_of(model).codes
-    for c in codes:
-        c.open()
+    opened = [codes for codes in state_of(model).codes if not codes.is_open]
+    for codes in opened:
+        codes.open()
     try:
         yield
     finally:
-        for c in codes:
-            c.close()
+        for codes in opened:
+            codes.close()
 
 
 @contextmanager

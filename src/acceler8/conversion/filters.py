@@ -28,25 +28,25 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def output_heads(model: nn.Module) -> dict[int, str]:
-    """Id of each output-head layer -> how it was recognised.
+    """For the ``id`` of each output-head layer, how it was recognised.
 
-    Asked of the model (``get_output_embeddings``, as in transformers), else by name, else by shape: as many
-    outputs as an embedding of the model has entries.
+    Asked of the model (``get_output_embeddings``, as in transformers), or by name; if neither finds one, by shape:
+    the one layer with as many outputs as an embedding of the model has entries. (Several such layers are the MLPs
+    of a model whose vocabulary happens to be as wide.)
     """
     heads: dict[int, str] = {}
-    asked = getattr(model, "get_output_embeddings", None)
-    if callable(asked):
-        head = asked()
-        if isinstance(head, nn.Module):
-            heads[id(head)] = "output head (get_output_embeddings)"
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or id(module) in heads:
-            continue
+    linear = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    for module in model.modules():
+        if hasattr(type(module), "get_output_embeddings"):
+            heads[id(module.get_output_embeddings())] = "output head (get_output_embeddings)"  # type: ignore[operator]
+    for name, module in linear:
         if name.rpartition(".")[2] in HEAD_NAMES:
-            heads[id(module)] = "output head (by its name)"
-        elif module.out_features in vocabularies and module.out_features > module.in_features:
-            heads[id(module)] = "output head (as wide as the vocabulary)"
+            heads.setdefault(id(module), "output head (by its name)")
+    if not any(id(module) in heads for _, module in linear):
+        vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+        wide = [m for _, m in linear if m.out_features in vocabularies and m.out_features > m.in_features]
+        if len(wide) == 1:
+            heads[id(wide[0])] = "output head (as wide as the vocabulary)"
     return heads
 
 

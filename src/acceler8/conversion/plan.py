@@ -9,22 +9,26 @@ convolution windows are not counted.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from acceler8 import backends
 from acceler8.backends.native import plain_type
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.errors import PlanError, unknown_name
-from acceler8.nn import find_state
+from acceler8.nn import find_state, fp8_layers
 from acceler8.recipes import Recipe, resolve
 
 LOW_COVERAGE = 0.1
+_SHOWN = 40  # names in an error message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +104,16 @@ class Plan:
                 raise PlanError(unknown_name("plan key", key, valid))
         if missing := [key for key in valid if key not in data]:
             raise PlanError(f"plan lacks {', '.join(missing)}; write it with Plan.to_dict()")
-        rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
+        try:
+            rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
+            totals = Totals(**data["totals"])
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"a row or the totals of the plan are not as Plan.to_dict() writes them: {error}") from None
         return cls(
             **{
                 **data,
                 "recipe": Recipe.from_dict(data["recipe"]),
-                "totals": Totals(**data["totals"]),
+                "totals": totals,
                 "notes": tuple(data["notes"]),
                 "warnings": tuple(data["warnings"]),
                 "rows": rows,
@@ -130,41 +138,47 @@ def plan(
     prefix or suffix, or a glob; added to the recipe's own. ``filter_fn(name, module)`` False leaves a layer
     too. Left by default: output heads, tied weights, dimensions that are not multiples of 16, subclasses of
     nn.Linear. The model may be on the meta device.
-    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no
-    layer (the
-        nearest layer is named), or a model that is already converted.
+    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no layer
+        (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
     """
     recipe = resolve(recipe)
     engine = backends.get(backend)
-    if find_state(model) is not None:
-        raise PlanError(f"{type(model).__name__} is converted already; call acceler8.restore(model) first")
-    patterns = _skip_patterns(skip)
-    modules = list(model.named_modules())
-    _check_patterns((*recipe.skip, *patterns), [name for name, _ in modules])
+    check_is_plain(model)
+    patterns = (*recipe.skip, *_skip_patterns(skip))
+    _check_patterns(patterns, [name for name, _ in model.named_modules()])
     heads = output_heads(model)
     ties = {name: [n for n in names if n != name] for names in tied_names(model) for name in names}
-
     rows = []
-    for name, module in modules:
-        weights = _own_matrices(module)
-        if not weights:
-            continue
+    for name, module, weights in matrix_modules(model):
         reason = None
-        if isinstance(module, nn.Linear):
-            if pattern := first_match(name, (*recipe.skip, *patterns)):
-                reason = f"skipped by name ({pattern})"
-            elif id(module) in heads:
-                reason = heads[id(module)]
-            elif tied := ties.get(f"{name}.weight".lstrip(".")):
-                reason = f"weight tied with {tied[0]}"
-            else:
-                reason = engine.refuses(module, recipe)
-            if reason is None and filter_fn is not None and not filter_fn(name, module):
-                reason = "left by filter_fn"
-        else:
+        if not isinstance(module, nn.Linear):
             reason = f"{plain_type(module).__name__} is not nn.Linear"
+        elif pattern := first_match(name, patterns):
+            reason = f"skipped by name ({pattern})"
+        elif id(module) in heads:
+            reason = heads[id(module)]
+        elif tied := ties.get(f"{name}.weight".lstrip(".")):
+            reason = f"weight tied with {tied[0]}"
+        elif refusal := engine.refuses(module, recipe):
+            reason = refusal
+        elif filter_fn is not None and not filter_fn(name, module):
+            reason = "left by filter_fn"
+        elif not _what_is_fp8(recipe, weights[0].requires_grad):
+            reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
         rows.append(_row(name, module, weights, reason, recipe))
     return _finish(model, recipe, engine, rows)
+
+
+def check_is_plain(model: nn.Module) -> None:
+    """Raise PlanError unless nothing in ``model`` is converted and every parameter has its shape."""
+    kind = type(model).__name__
+    if find_state(model) is not None:
+        raise PlanError(f"{kind} is converted already; call acceler8.restore(model) first")
+    if next(fp8_layers(model), None) is not None:
+        raise PlanError(f"{kind} is part of a converted model; call acceler8.restore on that model first")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise PlanError(f"parameter {name!r} is not initialised yet; run the model's forward once, then plan it")
 
 
 def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
@@ -174,34 +188,54 @@ def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
+    """Raise PlanError for a pattern that fits no module, naming the nearest: a path if it is one, else a last part."""
     for pattern in patterns:
-        if not any(first_match(name, (pattern,)) for name in names):
-            short = sorted({n.rpartition(".")[2] for n in names if n} | {n for n in names if n.count(".") == 0 and n})
-            raise PlanError(unknown_name("layer in skip", pattern, short[:40]))
+        if any(first_match(name, (pattern,)) for name in names):
+            continue
+        last = {name.rpartition(".")[2] for name in names}
+        pool = names if "." in pattern else sorted(part for part in last if part and not part.isdigit())
+        near = difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")
+        raise PlanError(f"skip names {pattern!r}, which fits no layer{hint} there are: {shown}")
+
+
+def matrix_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tensor]]]:
+    """``(name, module, weights)`` of each module that has rows in a plan: it multiplies by matrices of its own."""
+    for name, module in model.named_modules():
+        if weights := _own_matrices(module):
+            yield name, module, weights
 
 
 def _own_matrices(module: nn.Module) -> list[torch.Tensor]:
-    """Weights with two or more dimensions that the module itself multiplies by. Lookups are not
-    multiplications.
-    """
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return []
+    """Weights of two or more dimensions that the module itself multiplies by. A lookup is no multiplication."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList)):
+        return []  # the last: its parametrised layer has the row
     if hasattr(module, "parametrizations") and isinstance(module, nn.Linear):
         return [module.weight]
     return [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
 
 
+def largest_shape(weights: list[torch.Tensor]) -> tuple[int, ...]:
+    """The shape that a plan's row shows."""
+    return tuple(max(weights, key=torch.Tensor.numel).shape)
+
+
+def row_name(name: str) -> str:
+    """The name that a plan's row shows; the model itself has none."""
+    return name or "(root)"
+
+
 def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str | None, recipe: Recipe) -> PlanRow:
     count = sum(w.numel() for w in weights)
-    own = [p for p in module._parameters.values() if p is not None]
+    own = module.parameters(recurse=hasattr(module, "parametrizations"))
     trained = any(w.requires_grad for w in weights)
-    largest = max(weights, key=torch.Tensor.numel)
     return PlanRow(
-        name=name or "(root)",
+        name=row_name(name),
         type=plain_type(module).__name__,
-        shape=tuple(largest.shape),
-        dtype=str(largest.dtype).removeprefix("torch."),
-        parameters=sum(p.numel() for p in own) or count,
+        shape=largest_shape(weights),
+        dtype=str(weights[0].dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in own),
         flops_per_token=(6 if trained else 4) * count,
         is_fp8=reason is None,
         reason=reason or _what_is_fp8(recipe, trained),
@@ -209,10 +243,16 @@ def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str 
 
 
 def _what_is_fp8(recipe: Recipe, trained: bool) -> str:
-    gemms = [g for g in recipe.fp8_gemms if trained or g != "wgrad"]
-    if not gemms:
-        return f"x kept for backward in {recipe.wgrad.b}"
-    return " ".join(gemms) + ("" if trained else " (frozen: no wgrad)")
+    """What the recipe quantises of a layer, in words; empty if nothing."""
+    gemms = {name: getattr(recipe, name) for name in ("fprop", "dgrad", "wgrad") if trained or name != "wgrad"}
+    parts = [" ".join(name for name, gemm in gemms.items() if gemm.is_fp8)]
+    for name, gemm in gemms.items():
+        if name == "wgrad" and gemm.b.is_fp8 and not gemm.is_fp8:
+            parts.append(f"x kept for backward in {gemm.b}")
+        elif gemm.a.is_fp8 != gemm.b.is_fp8:
+            parts.append(f"{name} in high precision on {gemm.a if gemm.a.is_fp8 else gemm.b} values")
+    said = ", ".join(part for part in parts if part)
+    return said if trained or not said else f"{said} (frozen: no wgrad)"
 
 
 def _finish(model: nn.Module, recipe: Recipe, engine: backends.Backend, rows: list[PlanRow]) -> Plan:
@@ -269,7 +309,8 @@ def render(plan: Plan, width: int = 120) -> str:
     for row in plan.rows:
         table.add_row(row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no", row.reason)
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=False, color_system=None)
+    # names and reasons hold brackets and colons, which are not markup
+    console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)
     console.print(table)
     share = t.fp8_parameters / t.parameters if t.parameters else 0.0
     console.print(
@@ -279,7 +320,7 @@ def render(plan: Plan, width: int = 120) -> str:
         soft_wrap=True,
     )
     for note in plan.notes:
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
+        console.print(f"note: {note}", soft_wrap=True)
     for warning in plan.warnings:
-        console.print(f"WARNING: {warning}", soft_wrap=True, markup=False)
+        console.print(f"WARNING: {warning}", soft_wrap=True)
     return out.getvalue().rstrip()

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acceler8.errors import VerifyError
+from acceler8.errors import VerifyError, unknown_name
+from acceler8.functional import WeightCodes, linear
 from acceler8.kernels import Quantized, quantize
 from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
 
 StepFunction = Callable[[], Any]
+CHECKS = ("layers", "ties", "requires_grad", "dtypes", "codes", "optimizer", "moved and fresh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ def verify(
         checks["optimizer"] = lambda: _optimizer(model, optimizer)
     if step is not None:
         checks["moved and fresh"] = lambda: _step(model, optimizer, step)
+    for name in ignore:
+        if name not in CHECKS:
+            raise VerifyError(unknown_name("check", name, CHECKS))
     held, broken = {}, []
     for name, check in checks.items():
         if name in ignore:
@@ -75,9 +80,15 @@ def verify(
 
 
 def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
-    live = {layer._acceler8_layer.name for _, layer in fp8_layers(model)}
+    layers = {layer._acceler8_layer.name: layer for _, layer in fp8_layers(model)}
+    live = set(layers)
     planned = {"" if name == "(root)" else name for name in state.plan.fp8_names}
     bad = [f"layer {n!r} is planned FP8 but is not; convert the model again" for n in sorted(planned - live)]
+    bad += [
+        f"layer {n!r} does not run in FP8: its forward was replaced on the instance after conversion"
+        for n, layer in layers.items()
+        if "forward" in layer.__dict__
+    ]
     return bad, f"{len(live)} FP8 layers as planned"
 
 
@@ -106,7 +117,7 @@ def _requires_grad(model: nn.Module, state: ModelState) -> tuple[list[str], str]
         for name, was in state.requires_grad.items()
         if name in named and named[name].requires_grad != was
     ]
-    return bad, f"{len(state.requires_grad)} parameters"
+    return bad, _covered(state.requires_grad, named)
 
 
 def _dtypes(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
@@ -116,7 +127,13 @@ def _dtypes(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
         for name, was in state.dtypes.items()
         if name in named and named[name].dtype != was
     ]
-    return bad, f"{len(state.dtypes)} parameters"
+    return bad, _covered(state.dtypes, named)
+
+
+def _covered(known: dict[str, Any], named: dict[str, nn.Parameter]) -> str:
+    """How many parameters a check compared: a wrapper inside the model (PEFT's, say) gives some another name."""
+    gone = sum(name not in named for name in known)
+    return f"{len(known) - gone} parameters" + (f"; {gone} have another name since conversion" if gone else "")
 
 
 def _fresh(layer: Fp8Linear, orientation: str) -> Quantized:
@@ -147,7 +164,9 @@ def _same(a: Quantized, b: Quantized) -> bool:
 def _codes(model: nn.Module) -> tuple[list[str], str]:
     bad, seen = [], 0
     for name, layer in fp8_layers(model):
-        for orientation, kept in layer._acceler8_layer.codes.live().items():
+        codes = layer._acceler8_layer.codes
+        codes.follow(layer.weight)
+        for orientation, kept in codes.live().items():
             seen += 1
             if not _same(kept, _fresh(layer, orientation)):
                 bad.append(
@@ -167,9 +186,9 @@ def _optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], str]:
         if not p.requires_grad:
             continue
         count += 1
-        if owners.get(id(p), 0) != 1:
-            n = owners.get(id(p), 0)
-            where = "in no group of the optimizer: it will never move" if n == 0 else f"in {n} groups of the optimizer"
+        n = owners.get(id(p), 0)
+        if n != 1:
+            where = f"held {n} times by the optimizer" if n else "in no group of the optimizer: it will never move"
             bad.append(f"{name} is {where}; build the optimizer from the converted model's parameters, each once")
     return bad, f"{count} trainable parameters, each in one group"
 
@@ -187,23 +206,26 @@ def _step(model: nn.Module, optimizer: Optimizer | None, step: StepFunction) -> 
     finally:
         for handle in handles:
             handle.remove()
-    rates = _learning_rates(optimizer)
-    bad, moved = [], 0
+    held = {id(p): float(group["lr"]) for group in _groups(optimizer) for p in group["params"]}
+    bad, moved, rounded = [], 0, 0
     for name, p in model.named_parameters():
-        if name not in had_gradient or rates.get(id(p), 1.0) == 0.0:
+        if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
             continue
-        if torch.equal(p.detach(), before[name]):
+        if not torch.equal(p.detach(), before[name]):
+            moved += 1
+        elif p.dtype is not torch.float32 and (optimizer is None or id(p) in held):
+            rounded += 1  # a step below half an ulp of every element, which 16 bits cannot show
+        else:
             bad.append(
                 f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
             )
-        else:
-            moved += 1
     del before
     stale, used = _codes_used(model, step)
     bad += stale
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
-    return bad, f"{moved} parameters moved, {used} layers used codes of their new weight"
+    covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
+    return bad, covered + (f", {rounded} of 16 bits had steps below their resolution" if rounded else "")
 
 
 class _NoteGradient:
@@ -217,23 +239,21 @@ class _NoteGradient:
             self.seen.add(self.name)
 
 
-def _learning_rates(optimizer: Optimizer | None) -> dict[int, float]:
-    if optimizer is None:
-        return {}
-    return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+def _groups(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups
 
 
 def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int]:
-    """Run ``step`` and compare, in each layer's first forward, the codes it multiplies with a cast of its
-    weight.
-    """
+    """Run ``step`` and compare each layer's first forward in it with one that casts the weight afresh."""
     bad: list[str] = []
     seen: set[str] = set()
     handles = []
     for name, layer in fp8_layers(model):
-        if not layer._acceler8_layer.recipe.fprop.is_fp8:
-            continue
-        handles.append(layer.register_forward_hook(_CompareOutput(name, seen, bad)))
+        state = layer._acceler8_layer
+        if not state.recipe.fprop.is_fp8 or type(state.codes) is not WeightCodes:
+            continue  # no codes, or a sharding engine's, whose weight is not there to cast
+        # before the user's own hooks, which may change the output
+        handles.append(layer.register_forward_hook(_CompareOutput(name, seen, bad), prepend=True))
     try:
         step()
     finally:
@@ -250,18 +270,18 @@ class _CompareOutput:
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, Fp8Linear)
+        state = layer._acceler8_layer
         if self.name in self.seen or not layer.training or not args:
             return
         self.seen.add(self.name)
-        state = layer._acceler8_layer
-        kept, state.codes = state.codes, type(state.codes)()
-        staged = None if state.amax is None else state.amax.data[0].clone()
-        try:
-            with torch.no_grad():
-                expected = type(layer).forward(layer, args[0])
-        finally:
-            state.codes = kept
-            if state.amax is not None and staged is not None:
-                state.amax.data[0].copy_(staged)
+        slots = state.slots
+        with torch.no_grad():
+            expected = linear(
+                args[0],
+                layer.weight,
+                layer.bias,
+                recipe=state.recipe,
+                slots=slots if slots is None else slots._replace(records=False),
+            )
         if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
             self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")

@@ -135,7 +135,7 @@ def _finish_training(
     stop.check()
     training = start_training(settings, precision)
     restore_training(training, settings, folder)
-    if precision == "fp8":
+    if training.accelerator.plan is not None:  # there is one in FP8
         folder.write_json("plan.json", training.accelerator.plan.to_dict())
     listener.training_started(precision, training.step, settings.steps)
     try:

@@ -58,8 +58,8 @@ class Corpus:
     def digest(self) -> str:
         """SHA-256 of both parts, which tells whether a resumed run reads the same text."""
         digest = hashlib.sha256(f"{len(self.train)} {len(self.held_out)} ".encode())
-        digest.update(self.train)
-        digest.update(self.held_out)
+        digest.update(self.train.tobytes())
+        digest.update(self.held_out.tobytes())
         return digest.hexdigest()
 
 

@@ -6,8 +6,7 @@ rounds to nearest, ties to even, and saturates; torch alone does not do that the
 turns E4M3 overflow into NaN, 2.13 saturates it and even maps infinity to 448), so values are clamped here
 first and every non-finite input becomes the one canonical NaN, which keeps it visible in the result.
 
-Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1; Micikevicius et al. 2022,
-    arXiv:2209.05433.
+Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1; Micikevicius et al. 2022, arXiv:2209.05433.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def _by_name(name: str) -> Format:
 
 
 E4M3 = Format("E4M3", 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 464.0, torch.float8_e4m3fn)
-# 61440 is the tie between 57344 and 65536, and the tie goes to the even one (65536): one FP32 ulp below it
-# stays
+# 61440 is the tie between 57344 and 65536, and goes to the even one, 65536: one FP32 ulp below it stays
 E5M2 = Format("E5M2", 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 61440.0 - 2.0**-8, torch.float8_e5m2)
 
 FORMATS: dict[str, Format] = {"E4M3": E4M3, "E5M2": E5M2}
@@ -61,8 +59,7 @@ FORMATS: dict[str, Format] = {"E4M3": E4M3, "E5M2": E5M2}
 def encode(x: Tensor, fmt: Format) -> Tensor:
     """Round ``x`` to ``fmt``.
 
-    Shape: any -> same shape, dtype ``fmt.torch_dtype``. ``x`` is read as FP32 (float64 is rounded to FP32
-        first).
+    Shape: any -> same shape, dtype ``fmt.torch_dtype``. ``x`` is read as FP32 (float64 is rounded to it first).
     Numerics: round to nearest even; magnitudes above ``fmt.max`` saturate; NaN and +-inf become code 0x7F;
         the sign of zero, also of a value that underflows, is kept.
     Raises: DtypeError if ``x`` is not a floating point tensor.
@@ -79,8 +76,7 @@ def decode(codes: Tensor) -> Tensor:
     """The FP32 value of each E4M3 or E5M2 code.
 
     Shape: any -> same shape, FP32. Dimensionless.
-    Numerics: exact. NaN codes give NaN, E5M2's codes of infinity give infinity; our own casts never write
-        those.
+    Numerics: exact. NaN codes give NaN; E5M2's codes of infinity, which our own casts never write, infinity.
     Raises: DtypeError if ``codes`` is neither E4M3 nor E5M2.
     """
     if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -32,11 +32,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearSlots(NamedTuple):
-    """Delayed-scaling state of one layer's operands."""
+    """Delayed-scaling state of one layer's operands; ``records`` False reads it and leaves no trace."""
 
     x: AmaxSlot
     w: AmaxSlot
     dy: AmaxSlot
+    records: bool = True
 
 
 class _Call(NamedTuple):
@@ -87,7 +88,10 @@ class _Call(NamedTuple):
         """Quantise ``t`` in the orientations asked for; ``(None, None)`` if none is."""
         if rows is None and cols is None:
             return None, None
-        slot: AmaxSlot | None = getattr(self.slots, role) if self.slots is not None else None
+        amax = staging = None
+        if self.slots is not None:
+            slot: AmaxSlot = getattr(self.slots, role)
+            amax, staging = slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
         as_rows, as_cols, packed = quantize(
             t,
             rows,
@@ -95,8 +99,8 @@ class _Call(NamedTuple):
             granularity,
             pow2=self.recipe.pow2_scales,
             margin=self.recipe.margin,
-            amax=slot.in_use if slot is not None else None,
-            staging=slot.staging if slot is not None else None,
+            amax=amax,
+            staging=staging,
             statistics=self.observer is not None,
         )
         if self.observer is not None and packed is not None:
@@ -181,7 +185,8 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
             # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
             leaf = torch.empty(0, device=dy.device, requires_grad=True)
-            dx, dw, dbias = (None if g is None else _NoSecondDerivative.apply(g, leaf) for g in (dx, dw, dbias))
+            mark = _NoSecondDerivative.apply
+            dx, dw, dbias = (None if g is None else mark(g, leaf) for g in (dx, dw, dbias))  # type: ignore[no-untyped-call]
         return dx, dw, dbias, None
 
 

@@ -1,6 +1,4 @@
-"""Record what every cast of a model did: amax, saturation, underflow, non-finite values, SQNR, by layer and
-operand.
-"""
+"""Record what every cast of a model did, by layer and operand: amax, saturation, underflow, NaN and inf, SQNR."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acceler8.errors import NonFiniteError
+from acceler8.functional.linear import Observer
 from acceler8.kernels import CastStatistics, read_statistics
 from acceler8.nn import fp8_layers, state_of
 
@@ -19,9 +18,7 @@ _OPERAND = {"x": "input", "w": "weight", "dy": "gradient of the output"}
 
 
 class Statistics:
-    """Statistics of the casts inside one ``record_statistics``; read after it, when one copy per device is
-    made.
-    """
+    """Statistics of the casts inside one ``record_statistics``. Reading them makes one copy from each device."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, str], tuple[Tensor, int]] = {}
@@ -40,7 +37,13 @@ class Statistics:
 
     def casts(self) -> dict[tuple[str, str], CastStatistics]:
         """Statistics by ``(layer, role)``, role one of x, w, dy."""
-        return {key: read_statistics(packed, elements) for key, (packed, elements) in self._packed.items()}
+        by_device: dict[torch.device, list[tuple[str, str]]] = {}
+        for key, (packed, _) in self._packed.items():
+            by_device.setdefault(packed.device, []).append(key)
+        on_host: dict[tuple[str, str], Tensor] = {}
+        for keys in by_device.values():
+            on_host.update(zip(keys, torch.stack([self._packed[key][0] for key in keys]).cpu(), strict=True))
+        return {key: read_statistics(on_host[key], elements) for key, (_, elements) in self._packed.items()}
 
     def rows(self) -> list[dict[str, Any]]:
         """One JSON-able row a layer and operand, in the order of the casts."""
@@ -61,9 +64,7 @@ class Statistics:
         ]
 
     def problems(self) -> list[str]:
-        """Sentences that name each layer and operand with NaN or inf, in the order in which they were
-        cast.
-        """
+        """A sentence for each layer and operand with NaN or inf, in the order of their first casts."""
         return [
             f"{layer}: {s.nonfinite} of {s.elements} values of its {_OPERAND[role]} are NaN or inf"
             for (layer, role), s in self.casts().items()
@@ -71,16 +72,17 @@ class Statistics:
         ]
 
     def check(self) -> None:
-        """Raise NonFiniteError if any cast met NaN or inf; the message names layers and operands, first one
-        first.
+        """Raise NonFiniteError if any cast met NaN or inf; the message names layers and operands.
+
+        Of one step the first one named is where it began. Of several, record each on its own to know.
         """
         if problems := self.problems():
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise NonFiniteError(
                 "; ".join(problems[:5])
                 + more
-                + ". The first one named is where it began; look at its input, or keep it"
-                " in high precision with skip=[...]"
+                + ". In one step the first one named is where it began: look at what feeds it, or keep it in high"
+                " precision with skip=[...]"
             )
 
 
@@ -96,7 +98,7 @@ def record_statistics(model: nn.Module) -> Iterator[Statistics]:
     layers = [(name, layer._acceler8_layer) for name, layer in fp8_layers(model)]
     before = [state.observer for _, state in layers]
     for name, state in layers:
-        state.observer = _Observer(statistics, name)
+        state.observer = _Observer(statistics, name or "(root)", state.observer)
     try:
         yield statistics
     finally:
@@ -105,8 +107,12 @@ def record_statistics(model: nn.Module) -> Iterator[Statistics]:
 
 
 class _Observer:
-    def __init__(self, statistics: Statistics, layer: str) -> None:
-        self.statistics, self.layer = statistics, layer
+    """Adds a layer's casts to a record, and to the one around it, if there is one."""
+
+    def __init__(self, statistics: Statistics, layer: str, outer: Observer | None) -> None:
+        self.statistics, self.layer, self.outer = statistics, layer, outer
 
     def __call__(self, role: str, packed: Tensor, elements: int) -> None:
         self.statistics.add(self.layer, role, packed, elements)
+        if self.outer is not None:
+            self.outer(role, packed, elements)

@@ -89,100 +89,82 @@ def _contiguous_filled(codes: Tensor, multiple: int) -> Tensor:
     return raw.contiguous().view(codes.dtype)
 
 
-def _quantize_both_square(x: Tensor, fmt: Format, granularity: Granularity, **kwargs: Any) -> list[Tensor | None]:
-    """Both orientations from one cast, where the groups of ``x.t()`` are the transposed groups of ``x``."""
-    codes, scale_inv, packed = quantize_ref(x, fmt, granularity, **kwargs)
-    inv = scale_inv.t().contiguous() if scale_inv.ndim else scale_inv.clone()
-    return [codes, scale_inv, _contiguous_filled(codes.t(), granularity.contraction_multiple), inv, packed]
-
-
-def _quantize(
-    x: Tensor, amax: Tensor | None, staging: Tensor | None, rows_fmt: str, cols_fmt: str, granularity_name: str,
-    pow2: bool, margin: int, statistics: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The library op: a format is its name, or "" where that orientation is not wanted."""
-    granularity = GRANULARITIES[granularity_name]
-    rows, cols = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt)
-    if _triton.runs_on(x) and x.numel():
-        return quantize_triton(
-            x,
-            rows,
-            cols,
-            granularity,
-            pow2=pow2,
-            margin=margin,
-            amax=amax,
-            staging=staging,
-            statistics=statistics,
-        )
-    out: list[Tensor | None] = []
-    packed = None
-    keywords = {"pow2": pow2, "margin": margin, "amax": amax, "statistics": statistics}
-    is_filled = any(n % granularity.contraction_multiple for n in x.shape)
-    if rows is not None and rows is cols and granularity.is_square and not is_filled:
-        *out, packed = _quantize_both_square(x, rows, granularity, **keywords)
-    else:
-        if rows is not None:
-            *out, packed = quantize_ref(x, rows, granularity, **keywords)
-        if cols is not None:
-            keywords["statistics"] = statistics and packed is None
-            *of_cols, packed_cols = quantize_ref(x.t(), cols, granularity, **keywords)
-            out += of_cols
-            packed = packed_cols if packed is None else packed
-    if staging is not None and x.numel():
-        torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
-    return [t for t in (*out, packed) if t is not None]
-
-
-def _quantize_fake(
-    x: Tensor, amax: Tensor | None, staging: Tensor | None, rows_fmt: str, cols_fmt: str, granularity_name: str,
-    pow2: bool, margin: int, statistics: bool,
-) -> list[Tensor]:  # fmt: skip
-    granularity = GRANULARITIES[granularity_name]
+def _cast_ref(
+    x: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity, **options: Any
+) -> list[Tensor]:
+    """Both orientations by reference: ``[codes, scale_inv]`` of ``rows``, of ``cols``, statistics, as asked."""
+    out: list[Tensor] = []
+    packed = of_cols = None
+    if rows is not None:
+        codes, scale_inv, packed = quantize_ref(x, rows, granularity, **options)
+        out += [codes, scale_inv]
     multiple = granularity.contraction_multiple
+    if rows is cols and granularity.is_square and not any(n % multiple for n in x.shape):
+        # the groups of x.t() are those of x: its codes are the same bytes, transposed
+        inv = out[1].t().contiguous() if out[1].ndim else out[1].clone()
+        out += [_contiguous_filled(out[0].t(), multiple), inv]
+    elif cols is not None:
+        options["statistics"] = options["statistics"] and packed is None
+        codes, scale_inv, of_cols = quantize_ref(x.t(), cols, granularity, **options)
+        out += [codes, scale_inv]
+    packed = of_cols if packed is None else packed
+    return out if packed is None else [*out, packed]
+
+
+# The library ops. A format is its name, or "" where that orientation is not wanted.
+
+
+def _cast(
+    x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool,
+    amax: Tensor | None = None, staging: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    rows, cols, groups = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt), GRANULARITIES[granularity]
+    options: dict[str, Any] = {"pow2": pow2, "margin": margin, "amax": amax, "statistics": statistics}
+    if _triton.runs_on(x) and x.numel():
+        return quantize_triton(x, rows, cols, groups, staging=staging, **options)
+    out = _cast_ref(x, rows, cols, groups, **options)
+    if staging is not None:
+        torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
+    return out
+
+
+def _cast_fake(
+    x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool
+) -> list[Tensor]:
+    groups = GRANULARITIES[granularity]
+    multiple = groups.contraction_multiple
     out = []
     for name, (rows, cols) in ((rows_fmt, x.shape), (cols_fmt, (x.shape[1], x.shape[0]))):
         if name:
             width = (cols + multiple - 1) // multiple * multiple
             out += [
                 x.new_empty(rows, width, dtype=FORMATS[name].torch_dtype),
-                x.new_empty(granularity.scale_shape(rows, cols), dtype=torch.float32),
+                x.new_empty(groups.scale_shape(rows, cols), dtype=torch.float32),
             ]
     return [*out, x.new_empty(len(PACKED), dtype=torch.float64)] if statistics else out
 
 
-def _current(
-    x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool
-) -> list[Tensor]:
-    return _quantize(x, None, None, rows_fmt, cols_fmt, granularity, pow2, margin, statistics)
+_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _current_fake(
-    x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool
-) -> list[Tensor]:
-    return _quantize_fake(x, None, None, rows_fmt, cols_fmt, granularity, pow2, margin, statistics)
-
-
-Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _delayed(
+def _cast_delayed(
     x: Tensor, amax: Tensor, staging: Tensor, rows_fmt: str, cols_fmt: str, pow2: bool, margin: int, statistics: bool
-) -> Five:  # fmt: skip
-    out = _quantize(x, amax, staging, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics)
+) -> _Five:
+    out = _cast(x, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics, amax, staging)
     return _in_five_places(out, x, bool(rows_fmt), bool(cols_fmt))
 
 
-def _delayed_fake(
+def _cast_delayed_fake(
     x: Tensor, amax: Tensor, staging: Tensor, rows_fmt: str, cols_fmt: str, pow2: bool, margin: int, statistics: bool
-) -> Five:  # fmt: skip
-    out = _quantize_fake(x, amax, staging, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics)
+) -> _Five:
+    out = _cast_fake(x, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics)
     return _in_five_places(out, x, bool(rows_fmt), bool(cols_fmt))
 
 
-def _in_five_places(out: list[Tensor], x: Tensor, rows: bool, cols: bool) -> Five:
-    """Fixed places, empty tensors for what was not asked: torch.compile takes an op that mutates an argument only
-    if its results are single tensors, not a list.
+def _in_five_places(out: list[Tensor], x: Tensor, rows: bool, cols: bool) -> _Five:
+    """Fixed places, empty tensors for what was not asked.
+
+    torch.compile takes an op that mutates an argument only if its results are single tensors, not a list.
     """
     none = [x.new_empty(0), x.new_empty(0)]
     of_rows = out[:2] if rows else none
@@ -195,14 +177,14 @@ library.define(
     "quantize(Tensor x, str rows_fmt, str cols_fmt, str granularity, bool pow2, int margin, bool statistics)"
     " -> Tensor[]"
 )
-library.impl("quantize", _current, "CompositeExplicitAutograd")
-torch.library.register_fake("acceler8::quantize", _current_fake, lib=library)
+library.impl("quantize", _cast, "CompositeExplicitAutograd")
+torch.library.register_fake("acceler8::quantize", _cast_fake, lib=library)
 library.define(
     "quantize_delayed(Tensor x, Tensor amax, Tensor(a!) staging, str rows_fmt, str cols_fmt, bool pow2, int margin,"
     " bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.impl("quantize_delayed", _delayed, "CompositeExplicitAutograd")
-torch.library.register_fake("acceler8::quantize_delayed", _delayed_fake, lib=library)
+library.impl("quantize_delayed", _cast_delayed, "CompositeExplicitAutograd")
+torch.library.register_fake("acceler8::quantize_delayed", _cast_delayed_fake, lib=library)
 
 
 def quantize(
@@ -223,13 +205,14 @@ def quantize(
         ``cols`` (the codes of ``x.t()``), and packed statistics (FP64 [6], see ``read_statistics``); None for
         what was not asked. C', R' are filled with zero codes to ``granularity.contraction_multiple``.
     Scales: current scaling from ``x`` itself. With ``amax`` [1] FP32 (tensorwise only) delayed scaling: that
-        amax if above zero, else the tensor's own; ``staging`` [1] FP32 is then maxed in place with the
-        tensor's amax.
-        ``pow2`` rounds scales down to powers of two; ``margin`` leaves powers of two of headroom.
+        amax if it is above zero and finite, else the tensor's own; ``staging`` [1] FP32 is then maxed in place
+        with the tensor's amax. ``pow2`` rounds scales down to powers of two (MX scales always are, rounded up);
+        ``margin`` leaves powers of two of headroom.
     Numerics: round to nearest even, saturating; same codes on CPU and GPU. NaN and inf become NaN codes; a
-        group that holds one has scale 1. All-zero groups give zeros. R or C may be 0.
-    Raises: ShapeError if ``x`` is not 2-D; DtypeError if its dtype is not one of the three, or nothing was
-        asked.
+        group that holds one has scale 1. All-zero groups give zeros. R or C may be 0. Statistics are those of
+        ``rows`` if that is asked, else of ``cols``; their counts are exact, their sums FP64.
+    Raises: ShapeError if ``x`` is not 2-D, or ``amax`` comes without ``staging`` or with groups smaller than
+        the tensor; DtypeError if ``x`` is not one of the three, or nothing was asked.
     Source: Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437 (1x128, 128x128);
         OCP MX 1.0.
     """
@@ -239,22 +222,30 @@ def quantize(
         )
     if x.dtype not in _INPUT_DTYPES:
         raise DtypeError(f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first")
-    if amax is not None and granularity is not TENSORWISE:
-        raise ShapeError(f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
     if rows is None and cols is None:
         raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
     names = rows.name if rows else "", cols.name if cols else ""
-    if amax is not None:
-        if staging is None:
-            raise ShapeError("quantize got an amax of earlier steps but no staging; give both")
-        five = torch.ops.acceler8.quantize_delayed(x, amax, staging, *names, pow2, margin, statistics)
-        as_rows = Quantized(five[0], five[1], granularity) if rows else None
-        as_cols = Quantized(five[2], five[3], granularity) if cols else None
-        return as_rows, as_cols, five[4] if statistics else None
-    out: list[Any] = torch.ops.acceler8.quantize(x, *names, granularity.name, pow2, margin, statistics)
+    if amax is not None or staging is not None:
+        return _quantize_delayed(x, amax, staging, names, granularity, pow2, margin, statistics)
+    out: list[Tensor] = torch.ops.acceler8.quantize.default(x, *names, granularity.name, pow2, margin, statistics)
     packed = out.pop() if statistics else None
     parts = [Quantized(out[i], out[i + 1], granularity) for i in range(0, len(out), 2)]
     return (parts[0] if rows else None), (parts[-1] if cols else None), packed
+
+
+def _quantize_delayed(
+    x: Tensor, amax: Tensor | None, staging: Tensor | None, names: tuple[str, str], granularity: Granularity,
+    pow2: bool, margin: int, statistics: bool,
+) -> tuple[Quantized | None, Quantized | None, Tensor | None]:  # fmt: skip
+    if granularity is not TENSORWISE:
+        raise ShapeError(f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
+    if amax is None or staging is None:
+        got, missing = ("staging", "amax") if amax is None else ("amax", "staging")
+        raise ShapeError(f"quantize got {got} but no {missing}; allowed: both (delayed scaling) or neither")
+    five: _Five = torch.ops.acceler8.quantize_delayed.default(x, amax, staging, *names, pow2, margin, statistics)
+    as_rows = Quantized(five[0], five[1], granularity) if names[0] else None
+    as_cols = Quantized(five[2], five[3], granularity) if names[1] else None
+    return as_rows, as_cols, five[4] if statistics else None
 
 
 __all__ = ["Quantized", "library", "quantize", "quantize_ref", "quantize_triton"]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from acceler8.errors import DtypeError, HardwareError, ShapeError
+from acceler8.formats import decode
 from acceler8.kernels.quantize import Quantized, library
 from acceler8.scaling import (
     GRANULARITIES,
@@ -39,9 +40,9 @@ _BLOCKS = (BLOCK_1x128, BLOCK_128x128)
 def check_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
     """Raise unless a GPU could multiply these: the rules of cuBLASLt and CUTLASS FP8 on sm_89 and sm_90.
 
-    Raises: ShapeError (contraction differs or is not a multiple of 16, N not a multiple of 16, not
-        contiguous), DtypeError (not FP8, E5M2 x E5M2, output dtype), ShapeError for granularities that cannot
-        be paired.
+    Raises: ShapeError (codes not contiguous, scales of another shape than the granularity's or not FP32,
+        contraction differs or is no multiple of the granularity's filler, N not a multiple of 16, granularities
+        that cannot be paired), DtypeError (not FP8, E5M2 x E5M2 or with block scales, output dtype).
     """
     for name, q in (("a", a), ("b", b)):
         if q.codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -50,6 +51,12 @@ def check_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
             raise ShapeError(
                 f"operand {name} has shape {tuple(q.codes.shape)}, strides {q.codes.stride()}; allowed: 2-D, contiguous"
                 " along the contraction; quantise it in the other orientation instead of transposing codes"
+            )
+        expected = q.granularity.scale_shape(*q.codes.shape)
+        if q.scale_inv.shape != expected or q.scale_inv.dtype != torch.float32:
+            raise ShapeError(
+                f"operand {name} has scale_inv {tuple(q.scale_inv.shape)} {q.scale_inv.dtype}; allowed: {expected}"
+                f" torch.float32 for {q.granularity} scales; take codes and scales from one cast"
             )
     if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
         raise DtypeError("got E5M2 x E5M2, which no GPU multiplies; allowed: at least one operand in E4M3")
@@ -85,7 +92,7 @@ def scaled_matmul_ref(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype
         if a.granularity.is_blockwise:
             y = a.dequantize() @ b.dequantize().t()
         else:
-            y = a.codes.float() @ b.codes.float().t()
+            y = decode(a.codes) @ decode(b.codes).t()
             y = y.mul_(a.scale_inv).mul_(b.scale_inv.t() if b.scale_inv.ndim else b.scale_inv)
         if bias is not None:
             y += bias.float()
@@ -200,9 +207,13 @@ def scaled_matmul(
         multiples of 16. Any dimension may be 0: the result is zeros (plus bias).
     Numerics: products are exact, accumulation FP32 (``fast_accum``: what Hopper's tensor cores keep), one
         rounding to ``out_dtype``. NaN codes make NaN in the rows and columns that they meet.
-    Raises: ShapeError, DtypeError as ``check_operands``.
+    Raises: ShapeError, DtypeError as ``check_operands``; ShapeError for a bias of another shape.
     """
     check_operands(a, b, out_dtype)
+    if bias is not None and bias.shape != b.codes.shape[:1]:
+        raise ShapeError(
+            f"bias has shape {tuple(bias.shape)}; allowed: {tuple(b.codes.shape[:1])}, one for each row of b"
+        )
     y: Tensor = torch.ops.acceler8.scaled_matmul(
         a.codes,
         a.scale_inv,

@@ -6,6 +6,7 @@ from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
     find_state,
+    find_states,
     fp8_layers,
     fp8_state_dict,
     load_fp8_state_dict,
@@ -17,6 +18,7 @@ __all__ = [
     "LayerState",
     "ModelState",
     "find_state",
+    "find_states",
     "fp8_layers",
     "fp8_state_dict",
     "load_fp8_state_dict",

@@ -43,7 +43,8 @@ class LayerState:
         """This layer's places in the model's amax state; None for current scaling."""
         if self.amax is None:
             return None
-        return LinearSlots(*(AmaxSlot(self.amax, self.first_slot + i) for i in range(3)))
+        x, w, dy = (AmaxSlot(self.amax, self.first_slot + i) for i in range(3))
+        return LinearSlots(x, w, dy)
 
     def count_unmarked_call(self) -> None:
         """Delayed scaling without step boundaries silently is current scaling: say so, once."""
@@ -52,8 +53,9 @@ class LayerState:
         self.unmarked_calls += 1
         if self.unmarked_calls == _UNMARKED_CALLS:
             _log.warning(
-                "%s: %d training forwards under delayed scaling and no step boundary was marked, so no amax history"
-                " exists; use Accelerator, or acceler8.attach(model, optimizer), or call acceler8.step(model)",
+                "%s: %d training forwards under delayed scaling and no step boundary was marked, so no amax"
+                " history exists; use Accelerator, or acceler8.attach(model, optimizer), or call"
+                " acceler8.step(model)",
                 self.name,
                 _UNMARKED_CALLS,
             )
@@ -73,14 +75,17 @@ class Fp8Linear(nn.Linear):
         state = self._acceler8_layer
         if not self.training and not state.evaluates_in_fp8 and state.recipe.eval == "high_precision":
             return F.linear(input, state.codes.in_high_precision(self.weight), self.bias)
-        if state.amax is not None and self.training and not torch.compiler.is_compiling():
+        slots = state.slots
+        if slots is not None and not self.training:
+            slots = slots._replace(records=False)  # what an evaluation sees must not move the scales of training
+        elif slots is not None and not torch.compiler.is_compiling():
             state.count_unmarked_call()
         return linear(
             input,
             self.weight,
             self.bias,
             recipe=state.recipe,
-            slots=state.slots,
+            slots=slots,
             codes=state.codes,
             observer=state.observer,
         )

@@ -35,25 +35,51 @@ class ModelState:
         for codes in self.codes:
             codes.drop()
 
+    def follow_clock(self) -> None:
+        """From now on a step boundary updates the amax state and drops weight codes."""
+        if self.amax is not None:
+            self.clock.subscribe(self.amax.update)
+        self.clock.subscribe(self.drop_codes)
+
+    def leave(self) -> None:
+        """Undo ``follow_clock`` and everything that was attached since."""
+        for attachment in list(self.attached):
+            attachment.remove()
+        if self.amax is not None:
+            self.clock.unsubscribe(self.amax.update)
+        self.clock.unsubscribe(self.drop_codes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has its own clock and state, and nothing that belongs to this process's optimizers."""
+        return {**self.__dict__, "attached": []}
+
+
+def find_states(model: nn.Module) -> list[ModelState]:
+    """The conversion states inside ``model``: one for each part that was converted on its own."""
+    return [state for m in model.modules() if (state := m.__dict__.get(ATTRIBUTE)) is not None]
+
+
+def find_state(model: nn.Module) -> ModelState | None:
+    """The first of ``find_states``, or None."""
+    return next(iter(find_states(model)), None)
+
 
 def state_of(model: nn.Module) -> ModelState:
     """The conversion state of ``model`` or of a module inside it (behind DDP, PEFT or another wrapper).
 
-    Raises: PlanError if nothing in ``model`` was converted.
+    Raises: PlanError if nothing in ``model`` was converted, or parts of it were converted on their own.
     """
-    for module in model.modules():
-        state = module.__dict__.get(ATTRIBUTE)
-        if state is not None:
-            assert isinstance(state, ModelState)
-            return state
-    raise PlanError(
-        f"{type(model).__name__} is not converted; call acceler8.convert(model, acceler8.plan(model)) first"
-    )
-
-
-def find_state(model: nn.Module) -> ModelState | None:
-    """As ``state_of``, or None."""
-    return next((s for m in model.modules() if (s := m.__dict__.get(ATTRIBUTE)) is not None), None)
+    states = find_states(model)
+    if not states:
+        raise PlanError(
+            f"{type(model).__name__} is not converted; call acceler8.convert(model, acceler8.plan(model)) first"
+        )
+    if len(states) > 1:
+        raise PlanError(
+            f"{type(model).__name__} holds {len(states)} parts that were converted on their own; allowed: one; call"
+            " this for each part, or convert the whole model with one plan"
+        )
+    return states[0]
 
 
 def fp8_layers(model: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
@@ -64,23 +90,23 @@ def fp8_layers(model: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state that a checkpoint keeps: amax histories (delayed scaling), by layer name. Empty if there
-    is none.
+    """The FP8 state that a checkpoint keeps: amax histories (delayed scaling), by layer name; else nothing.
 
-    Shape: ``{"amax": [2 + amax_history_len, slots] FP32, "steps": [] int64}``, slots in the order of the
-    plan's layers.
+    Shape: ``{"<layer>.amax": [2 + amax_history_len, 3] FP32, ..., "steps": [] int64}``; the columns are x, w and
+        dy, the rows as in ``AmaxState``. Copies, on the state's device.
     """
     amax = state_of(model).amax
     if amax is None:
         return {}
-    return {"amax": amax.data.detach().clone(), "steps": torch.tensor(amax.steps)}
+    columns = {name: amax.data[:, place].clone() for name, place in _places(amax).items()}
+    return {**columns, "steps": torch.tensor(amax.steps)}
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what ``fp8_state_dict`` gave; an empty dict leaves fresh histories (the first step then uses
-    its own amax).
+    """Restore what ``fp8_state_dict`` gave.
 
-    Raises: PlanError if the shapes do not fit the model's plan.
+    An empty dict leaves the histories as they are (fresh ones: the first step then uses its own amax).
+    Raises: PlanError if layers or shapes do not fit the model's plan; nothing is changed then.
     """
     model_state = state_of(model)
     model_state.drop_codes()
@@ -89,10 +115,25 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         return
     if amax is None:
         raise PlanError("got FP8 state but the model's recipe keeps none; convert it with the recipe that was saved")
-    if state["amax"].shape != amax.data.shape:
+    places = _places(amax)
+    if differ := sorted({*places, "steps"} ^ set(state)):
         raise PlanError(
-            f"got FP8 state of shape {tuple(state['amax'].shape)}; allowed: {tuple(amax.data.shape)} for this plan;"
-            " convert the model with the plan that was saved"
+            f"the FP8 state and the model's plan differ in {len(differ)} entries, such as {differ[0]!r}; convert the"
+            " model with the plan that was saved"
         )
-    amax.data.copy_(state["amax"])
+    expected = (len(amax.data), 3)
+    for name in places:
+        if tuple(state[name].shape) != expected or state[name].dtype != torch.float32:
+            raise PlanError(
+                f"FP8 state {name!r} is {state[name].dtype} {tuple(state[name].shape)}; allowed: torch.float32"
+                f" {expected} (2 + amax_history_len, operands); convert the model with the recipe that was saved"
+            )
+    for name, place in places.items():
+        amax.data[:, place].copy_(state[name])
     amax.steps = int(state["steps"])
+
+
+def _places(amax: AmaxState) -> dict[str, slice]:
+    """Columns of the amax state by the name that a checkpoint gives them."""
+    layers = [name.rpartition(".")[0] for name in amax.names[::3]]  # slots are named "<layer>.x", ".w", ".dy"
+    return {f"{layer}.amax".lstrip("."): slice(3 * i, 3 * i + 3) for i, layer in enumerate(layers)}

@@ -19,18 +19,22 @@ its storage, so codes live as long as FSDP2 keeps a weight unsharded.
 Never stale: codes are cast at each gather, from the shard as it then is. A shard whose amax is no longer the one that
 its scale was made from (it changed behind the last forward, and ``unshard()`` was called by hand) sends NaN.
 
-Source: PyTorch FSDP2 all-gather extensions (pytorch#122908, #137005); torchao's float8 all-gather.
+``torch.compile`` leaves these layers out, each a graph break: AOTAutograd does not know ``grad_dtype`` and would round
+the weight's gradient to FP8 (torch 2.13).
+
+Source: PyTorch FSDP2 all-gather extensions, pytorch#122908, #136130 (attributes on a plain tensor), #137005 (uneven
+shards), #162815 (``grad_dtype``); torchao's float8 all-gather.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
@@ -68,6 +72,9 @@ class GatheredCodes(WeightCodes):
                 " the root module's forward began: run that forward again, or call refresh() on what gather_in_fp8 gave"
             )
         return self._dtype
+
+    def follow(self, weight: Tensor) -> None:
+        """Nothing to drop: each gather brings codes of the weight as it then is."""
 
     def get(self, orientation: str) -> Quantized:
         """The gathered codes; ``cols`` are those of the transposed weight, a copy that its caller owns."""
@@ -260,7 +267,7 @@ def _spread(scale: Tensor, dim: int | None) -> Tensor:
 
 
 def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
-    """Let FSDP2 gather the weights of a converted, sharded model as FP8 codes, from the next forward on.
+    """Let FSDP2 gather the weights of a converted, sharded model as FP8 codes, from the first forward on.
 
     ``model`` is the root that ``fully_shard`` was called on, weights sharded along dim 0 over one 1-D mesh of two or
     more ranks, any number of rows. Call it once, on every rank, before the first forward; parameters and optimizer
@@ -269,24 +276,42 @@ def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
     """
     state = state_of(model)
     layers = [(name, layer) for name, layer in fp8_layers(model) if isinstance(layer.weight, DTensor)]
-    if not layers:
-        raise PlanError("gather_in_fp8 found no sharded FP8 layer; call fully_shard on the converted model first")
-    weights: list[Any] = [layer.weight for _, layer in layers]
-    mesh = weights[0].device_mesh
-    for (name, _), weight in zip(layers, weights, strict=True):
-        if weight.device_mesh != mesh or weight.placements != (Shard(0),) or mesh.size() < 2:
-            raise PlanError(
-                f"{name}.weight is placed {weight.placements} on {weight.device_mesh}; allowed for FP8 all-gather:"
-                " (Shard(0),) on one 1-D mesh of two or more ranks for all; leave the all-gather in high precision"
-            )
-    gather = Fp8AllGather(layers, layers[0][1]._acceler8_layer.recipe, mesh)
+    _check(model, layers)
+    first: Any = layers[0][1]
+    gather = Fp8AllGather(layers, first._acceler8_layer.recipe, first.weight.device_mesh)
     for (_, layer), weight in zip(layers, gather.weights, strict=True):
         own = layer._acceler8_layer
         state.codes[:] = [weight.codes if codes is own.codes else codes for codes in state.codes]
         own.codes = weight.codes
+        layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
     model.register_forward_pre_hook(gather._before_forward, prepend=True)  # ahead of FSDP2's own, which gathers
-    state.attached.append(gather)  # restore() asks it to leave, before it changes anything
+    state.attached.insert(0, gather)  # restore() asks it to leave, before it changes anything
     return gather
+
+
+def _check(model: nn.Module, layers: list[tuple[str, Fp8Linear]]) -> None:
+    if not isinstance(model, FSDPModule) or not layers:
+        raise PlanError(
+            f"gather_in_fp8 got a {type(model).__name__} with {len(layers)} sharded FP8 layers; allowed: the root of a"
+            " model that was converted and then sharded, with one or more; call fully_shard on it first"
+        )
+    prepared = isinstance(layers[0][1]._acceler8_layer.codes, GatheredCodes)
+    if prepared or model._get_fsdp_state()._is_root is not None:  # FSDP2 then has buffers for weights in high precision
+        raise PlanError(
+            f"gather_in_fp8 got a model that {'it prepared' if prepared else 'ran'} already; allowed: one call, before"
+            " the first forward; call it right after fully_shard"
+        )
+    mesh = cast(DTensor, layers[0][1].weight).device_mesh
+    for name, layer in layers:
+        weight = cast(DTensor, layer.weight)
+        # of an offloaded weight FSDP2 asks a copy on the device, which lacks the attributes
+        is_offloaded = weight.device.type != mesh.device_type
+        if weight.device_mesh != mesh or weight.placements != (Shard(0),) or mesh.size() < 2 or is_offloaded:
+            raise PlanError(
+                f"{name}.weight is on {weight.device.type}, {weight.placements} of {weight.device_mesh}; allowed for"
+                " FP8 all-gather: (Shard(0),) of one 1-D mesh of two or more ranks for all weights, not offloaded;"
+                " leave the all-gather in high precision"
+            )
 
 
 __all__ = ["Fp8AllGather", "GatheredCodes", "gather_in_fp8"]

@@ -15,6 +15,7 @@ this is how activations are kept for backward in FP8 while every GEMM stays in 1
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,12 +118,13 @@ class Recipe:
     eval: Literal["high_precision", "fp8"] = "high_precision"
     """What a layer in eval() mode computes in."""
     skip: tuple[str, ...] = ()
-    """Layers that stay in high precision: a name, a suffix of one (``lm_head``), or a glob
-    (``layers.0.*``)."""
+    """Layers that stay in high precision: a name, a dotted prefix or suffix of one, or a glob (``layers.0.*``)."""
 
     def __post_init__(self) -> None:
         if self.eval not in ("high_precision", "fp8"):
             raise RecipeError(unknown_name("eval policy", self.eval, ("high_precision", "fp8")))
+        if not isinstance(self.pow2_scales, bool):
+            raise RecipeError(f"pow2_scales={self.pow2_scales!r}; allowed: True, False")
         if isinstance(self.skip, str) or not all(isinstance(s, str) for s in self.skip):
             raise RecipeError(f"skip={self.skip!r}; allowed: a tuple of layer names; write skip=({self.skip!r},)")
         object.__setattr__(self, "skip", tuple(self.skip))
@@ -196,9 +198,7 @@ class Recipe:
         return tuple(notes)
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with fields changed. Raises RecipeError for an unknown field, naming the nearest valid
-        one.
-        """
+        """A copy with fields changed. Raises RecipeError for an unknown field; the nearest valid one is named."""
         valid = [f.name for f in dataclasses.fields(self)]
         for key in changes:
             if key not in valid:
@@ -206,9 +206,7 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def with_gemms(self, *, fprop: bool = True, dgrad: bool = True, wgrad: bool = True) -> Recipe:
-        """A copy with the GEMMs given as False in high precision, on operands that are not quantised at
-        all.
-        """
+        """A copy with the GEMMs given as False in high precision, on operands that are not quantised."""
         plain = Gemm(a=Operand(), b=Operand())
         off = {n: plain for n, on in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)) if not on}
         return self.replace(**off)
@@ -229,23 +227,45 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
         """Inverse of ``to_dict``. Raises RecipeError for an unknown key, format or granularity."""
+        fields = {f.name: f.default for f in dataclasses.fields(cls)}
+        required = [*(n for n, default in fields.items() if default is dataclasses.MISSING), "scaling"]
+        _check_keys("recipe", data, required, [n for n in fields if n not in required])
         data = dict(data)
-        valid = [f.name for f in dataclasses.fields(cls)]
-        for key in data:
-            if key not in valid:
-                raise RecipeError(unknown_name("recipe key", key, valid))
         for name in _GEMM_ROLES:
             gemm = data[name]
-            sides = {side: _operand_from_dict(gemm[side]) for side in ("a", "b")}
-            data[name] = Gemm(**sides, fast_accum=gemm["fast_accum"])
-        scaling = dict(data["scaling"])
-        data["scaling"] = DelayedScaling(**scaling) if scaling.pop("time") == "delayed" else CurrentScaling()
+            _check_keys(f"{name} of the recipe", gemm, ("a", "b"), ("fast_accum",))
+            sides = {side: _operand_from_dict(f"{name}.{side}", gemm[side]) for side in ("a", "b")}
+            data[name] = Gemm(**sides, fast_accum=gemm.get("fast_accum", False))
+        data["scaling"] = _scaling_from_dict(data["scaling"])
         return cls(**data)
 
 
-def _operand_from_dict(data: dict[str, str] | None) -> Operand:
+def _check_keys(what: str, data: Any, required: Iterable[str], optional: Iterable[str]) -> None:
+    required = tuple(required)
+    valid = (*required, *optional)
+    if not isinstance(data, dict):
+        raise RecipeError(f"{what} is a {type(data).__name__}; allowed: a mapping with {', '.join(valid)}")
+    for key in data:
+        if key not in valid:
+            raise RecipeError(unknown_name(f"key in {what}", key, valid))
+    if missing := [key for key in required if key not in data]:
+        raise RecipeError(f"{what} lacks {', '.join(missing)}; write it with Recipe.to_dict()")
+
+
+def _scaling_from_dict(data: Any) -> CurrentScaling | DelayedScaling:
+    _check_keys("scaling of the recipe", data, ("time",), DelayedScaling.__dataclass_fields__)
+    time, rest = data["time"], {key: value for key, value in data.items() if key != "time"}
+    if time not in ("current", "delayed"):
+        raise RecipeError(unknown_name("time of scaling", time, ("current", "delayed")))
+    if time == "current" and rest:
+        raise RecipeError(f"current scaling got {', '.join(rest)}; allowed with delayed scaling only")
+    return DelayedScaling(**rest) if time == "delayed" else CurrentScaling()
+
+
+def _operand_from_dict(what: str, data: Any) -> Operand:
     if data is None:
         return Operand()
+    _check_keys(f"{what} of the recipe", data, ("format", "granularity"), ())
     if data["format"] not in FORMATS:
         raise RecipeError(unknown_name("format", data["format"], FORMATS))
     if data["granularity"] not in GRANULARITIES:

@@ -23,6 +23,10 @@ class StepClock:
         """
         self._subscribers.append(on_tick)
 
+    def unsubscribe(self, on_tick: Callable[[], None]) -> None:
+        """Undo ``subscribe``; raises ValueError if ``on_tick`` is not subscribed."""
+        self._subscribers.remove(on_tick)
+
     def tick(self) -> None:
         """Mark a step boundary: weights have their new values, no backward is pending."""
         self.ticks += 1

@@ -1,7 +1,7 @@
 """Delayed scaling: scale from the amax of earlier steps, so that one pass over the tensor is enough.
 
-State of a model is one flat FP32 tensor ``[2 + amax_history_len, slots]``, a slot for each operand of each
-    layer:
+State of a model is one flat FP32 tensor ``[2 + amax_history_len, slots]``, a slot for each operand of
+each layer:
 
     row 0    staging   amax seen in this step; casts only ever max into it
     row 1    in use    amax from which this step's scales are computed; constant between boundaries
@@ -15,8 +15,7 @@ takes the tensor's own amax (current scaling) instead of scale 1.
 
 It is not a module buffer: ``model.bfloat16()`` would round it and DDP would overwrite it.
 
-Source: Micikevicius et al. 2022, arXiv:2209.05433; TransformerEngine `delayed_scaling.cu` for names and
-    order.
+Source: Micikevicius et al. 2022, arXiv:2209.05433; TransformerEngine `delayed_scaling.cu` for names and order.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ class AmaxState:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps. No
-        host sync.
+        """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps.
+
+        No host sync.
         """
         staged, history = self.data[STAGING], self.data[HISTORY:]
         fresh = staged.isfinite() & (staged > 0)  # an operand that did not run, or saw NaN or inf, keeps its past

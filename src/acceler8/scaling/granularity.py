@@ -37,9 +37,7 @@ class Granularity:
 
     @property
     def contraction_multiple(self) -> int:
-        """The contracted dimension is filled with zero codes up to a multiple of this (16 is the GEMM's
-        own).
-        """
+        """The contracted dimension is filled with zero codes up to a multiple of this (16 is the GEMM's own)."""
         return 128 if self.cols == 128 else 32 if self.cols == 32 else 16
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -74,8 +72,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 def group_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """Amax of each scaling group of ``x``, in the units of ``x``.
 
-    Shape: x [R, C] -> FP32, ``granularity.scale_shape(R, C)``. A group at the edge may be smaller than a
-        block.
+    Shape: x [R, C] -> FP32, ``granularity.scale_shape(R, C)``. A group at the edge may be smaller than a block.
     Numerics: exact. NaN in a group makes its amax NaN; an empty tensor has amax 0.
     Raises: ShapeError if ``x`` is not 2-D.
     """
@@ -103,9 +100,7 @@ def _blocks(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def expand_groups(scale: Tensor, granularity: Granularity, rows: int, cols: int) -> Tensor:
-    """A scale per group -> a tensor that broadcasts against ``[rows, cols]``, so that each element meets its
-    own.
-    """
+    """A scale per group -> a tensor that broadcasts against ``[rows, cols]``: each element meets its own."""
     if not granularity.is_blockwise:
         return scale
     row_blocks, col_blocks = scale.shape

@@ -44,11 +44,10 @@ def compute_scale(amax: Tensor, fmt: Format, *, pow2: bool = False, margin: int 
 
 
 def compute_scale_e8m0(amax: Tensor, fmt: Format, *, margin: int = 0) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` with ``scale_inv`` the power of two at or above ``amax / fmt.max``, so nothing
-    saturates.
+    """``(scale, scale_inv)`` with ``scale_inv`` the power of two at or above ``amax / fmt.max``.
 
-    Shape: any FP32 -> two FP32 tensors of the same shape. A group with non-finite amax gets scale 1, as
-        elsewhere.
+    Shape: any FP32 -> two FP32 tensors of the same shape. Rounded up, so that nothing saturates. A group with
+        non-finite amax gets scale 1, as elsewhere.
     ``margin`` leaves that many powers of two of headroom, as in ``compute_scale``.
     """
     floor = amax.clamp(min=AMAX_FLOOR)

@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Train PyTorch models in FP8, and see that it worked.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     do. 128 + N: stopped by signal N.
     """
     try:
-        app(args=arguments)
+        app(args=arguments, prog_name="acceler8")
     except Acceler8Error as error:
         typer.echo(f"acceler8: error: {error}", err=True)
         sys.exit(2)

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import acceler8
-from acceler8.cli.main import app, main
-from acceler8.errors import RunError
+from acceler8.cli.app import app, main
 
 SOURCE = Path(acceler8.__file__).parent.parent
 
@@ -59,16 +58,3 @@ def test_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
         main(["dmo"])
     assert caught.value.code == 2
     assert "No such command 'dmo'" in capsys.readouterr().err
-
-
-def test_our_errors_are_one_message_and_status_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def fail(**options: object) -> None:
-        raise RunError("got 1, allowed 2, do 3")
-
-    monkeypatch.setattr("acceler8.cli.main.app", lambda args: fail())
-    with pytest.raises(SystemExit) as caught:
-        main(["demo"])
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.err == "acceler8: error: got 1, allowed 2, do 3\n"
-    assert captured.out == ""

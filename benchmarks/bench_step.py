@@ -1,0 +1,116 @@
+"""A training step of a few Llama-3-8B layers: BF16, and each recipe, in one process on the same data.
+
+    python benchmarks/bench_step.py [--layers 4] [--batch 4] [--length 4096] [recipe ...]
+
+BF16 parameters, fused AdamW, random tokens, output head in BF16. Prints step time, tokens a second, peak memory, memory
+held between forward and backward, and the loss after the last step (so that a broken recipe is not timed unseen).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+import torch
+from timing import facts
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import acceler8
+from acceler8 import recipes
+
+VOCABULARY = 32000
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and gated MLP in the shape of Llama-3-8B."""
+
+    def __init__(self, width: int = 4096, ffn: int = 14336, heads: int = 32, kv_heads: int = 8) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, head = heads, kv_heads, width // heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.q_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(width, kv_heads * head, bias=False) for _ in range(2))
+        self.gate_proj, self.up_proj = (nn.Linear(width, ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (
+            proj(h).unflatten(-1, (n, -1)).transpose(1, 2)
+            for proj, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Model(nn.Module):
+    """Embedding, layers, norm, untied head."""
+
+    def __init__(self, layers: int, width: int = 4096) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def measure(recipe: str | None, layers: int, batch: int, length: int, steps: int = 14, warmup: int = 4) -> str:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Model(layers).bfloat16()
+    if recipe is not None:
+        acceler8.convert(model, acceler8.plan(model, recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    times, held, loss = [], 0, torch.zeros(())
+    for _ in range(steps):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before = torch.cuda.memory_allocated()
+        start.record()
+        logits = model(tokens[:, :-1])
+        held = torch.cuda.memory_allocated() - before
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        del logits
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    timed = sorted(times[warmup:])
+    ms = timed[len(timed) // 2]
+    gib = 2**30
+    return (
+        f"{ms:.1f} | {batch * length / ms * 1e3:.0f} | {torch.cuda.max_memory_allocated() / gib:.2f} | {held / gib:.2f}"
+        f" | {loss.item():.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipes", nargs="*", default=[n for n in recipes.names() if n != "mxfp8"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    args = parser.parse_args()
+    print(f"{args.layers} layers, {args.batch} x {args.length} tokens; {facts()}")
+    print("| variant | ms/step | tokens/s | peak GiB | GiB held for backward | loss after 14 steps |")
+    print("|---|---|---|---|---|---|")
+    for recipe in [None, *args.recipes]:
+        print(f"| {recipe or 'BF16'} | {measure(recipe, args.layers, args.batch, args.length)} |", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
