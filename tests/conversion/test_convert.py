@@ -95,7 +95,7 @@ def test_restore_is_exact(recipe):
     assert {name: (type(m), set(vars(m))) for name, m in model.named_modules()} == before
     tokens = torch.arange(48).reshape(2, 24)
     assert torch.equal(model(tokens), plain(tokens))
-    with pytest.raises(PlanError, match="Tied is not converted; call acceler8.convert"):
+    with pytest.raises(PlanError, match=r"Tied is not converted; call acceler8\.convert"):
         acceler8.restore(model)
     acceler8.convert(model, recipe)  # and again
     acceler8.verify(model)
@@ -325,9 +325,8 @@ def test_a_window_reuses_codes_and_drops_them_when_it_closes():
         acceler8.step(model)
         assert casts_of_w(model, 2) == 2  # new weights, the window still open
     assert casts_of_w(model, 1) == 2
-    with pytest.raises(RuntimeError, match="on purpose"), acceler8.window(model):
-        outcome(model, batch())
-        raise RuntimeError("on purpose")
+    with pytest.raises(ZeroDivisionError), acceler8.window(model):
+        outcome(model, batch()) and 1 / 0
     assert not any(layer._acceler8_layer.codes.live() for _, layer in fp8_layers(model))
 
 

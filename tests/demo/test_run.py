@@ -251,7 +251,7 @@ def test_learning_rate_warms_up_and_decays():
     rates = [training.learning_rate(settings, step) for step in range(1, 101)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(a > b for a, b in itertools.pairwise(rates[4:]))
-    assert rates[-1] == pytest.approx(0.1)
+    assert rates[-1] == pytest.approx(training.FINAL_LR_SHARE)
 
 
 @pytest.mark.parametrize(

@@ -248,10 +248,16 @@ def test_a_state_of_another_plan_is_refused_and_changes_nothing():
     state = acceler8.fp8_state_dict(model)
     larger = {name: v + 1 for name, v in state.items()}
     wrong = [
-        ({**break_(larger, **{"down.amax": None}), "downn.amax": state["down.amax"]}, "differ in 2 entries, such as 'down"),
+        (
+            {**break_(larger, **{"down.amax": None}), "downn.amax": state["down.amax"]},
+            "differ in 2 entries, such as 'down",
+        ),
         (break_(larger, **{"up.amax": None}), "differ in 1 entries, such as 'up.amax'"),
         (break_(larger, steps=None), "such as 'steps'"),
-        (break_(larger, **{"down.amax": torch.zeros(9, 3)}), r"'down.amax' is torch.float32 \(9, 3\); allowed: .* \(6, 3\)"),
+        (
+            break_(larger, **{"down.amax": torch.zeros(9, 3)}),
+            r"'down.amax' is torch.float32 \(9, 3\); allowed: .* \(6, 3\)",
+        ),
         (break_(larger, **{"down.amax": state["down.amax"].bfloat16()}), "'down.amax' is torch.bfloat16"),
     ]
     for bad, message in wrong:

@@ -233,16 +233,15 @@ def test_eval_is_in_high_precision_and_refuses_gradients(facts):
 
 
 def test_mixed_precision_reduces_gradients_in_fp32(facts):
-    """FP8 against BF16 of the same sharded model: gradients within the format's SQNR, 24.6 dB of one E5M2 GEMM and
-
-    some of the layers behind it, so within 10 % of their norm.
+    """FP8 beside BF16 in the same sharded model. One GEMM of E5M2 with E4M3 has an SQNR of 24.6 dB, an error of 6 %;
+    behind it lie three more layers, so less than 12 % (four independent errors), and more than BF16 alone has.
     """
     for got in facts["mixed_precision"]:
         assert got["unsharded"] == {"dtype": "torch.float8_e4m3fn", "grad_dtype": "torch.bfloat16"}
         fp8, hp = got["fp8"], got["high precision"]
         assert fp8["dtype"] == hp["dtype"] == "torch.float32"
         error = ((fp8["grad"] - hp["grad"]).norm() / hp["grad"].norm()).item()
-        assert 1e-3 < error < 0.1
+        assert 2**-8 < error < 0.12
 
 
 @pytest.mark.parametrize(

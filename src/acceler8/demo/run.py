@@ -110,11 +110,19 @@ def execute_run(folder: RunFolder, corpus: Corpus, listener: Listener, stop: Sto
     """Do what the run still lacks and return its summary.
 
     Raises: RunInterruptedError when a stop was asked for; all that is needed to go on is then in the folder.
+        RunError when a training diverges or the disk fails; HardwareError when the GPU's memory is not
+        enough.
     """
     settings = folder.settings
     for precision in PRECISIONS:
         if folder.result(precision) is None:
-            result = _finish_training(precision, settings, folder, corpus, listener, stop)
+            try:
+                result = _finish_training(precision, settings, folder, corpus, listener, stop)
+            except torch.OutOfMemoryError as error:
+                raise HardwareError(
+                    f"the memory of {settings.device} is not enough for size={settings.size}, batch={settings.batch}, "
+                    f"seq={settings.seq} ({error}); start a new run with a smaller --size or --batch"
+                ) from error
             folder.write_json(f"result-{precision}.json", result)
         folder.drop_checkpoint(precision)
     summary = summarize(folder)

@@ -41,7 +41,9 @@ curves.
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-FINAL_LR_SHARE = 0.1
+FINAL_LR_SHARE = 0.01
+"""Almost nothing, so that the trainings settle. With a tenth, and twice the rate, changing the weights by
+1e-3 of themselves moved the held-out loss by 3 %, which would drown whatever FP8 does; so it is 0.1 %."""
 
 
 @dataclass
@@ -56,8 +58,8 @@ class Training:
 
 
 def learning_rate(settings: DemoSettings, step: int) -> float:
-    """Return the rate of ``step`` (from 1): linear warm-up over 5 % of the steps, then a cosine down to a
-    tenth.
+    """Return the rate of ``step`` (from 1): linear warm-up over 5 % of the steps, then a cosine to almost
+    0.
     """
     warm_up = max(1, settings.steps // 20)
     if step <= warm_up:

@@ -10,6 +10,7 @@ from acceler8.kernels import _triton
 from acceler8.kernels._triton import (
     LAUNCH_OPTIONS,
     TILE,
+    as_fp32,
     jit,
     magnitude_bits,
     round_to_format,
@@ -141,8 +142,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     # a filled width ends in the tile in which the unfilled one does, so tiles of x cover the codes as well
     rows, cols = tile_offsets(row_count, col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    x = as_fp32(tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0))
     if DELAYED:
         tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
     if ROW:

@@ -30,7 +30,10 @@ if HAVE_TRITON:
     INTERPRETED: bool = triton.knobs.runtime.interpret  # decided once, when the kernels below are decorated
 else:
     INTERPRETED = False
-    constexpr = float
+
+    def constexpr(value: Any) -> Any:
+        """Leave the constant what it is."""
+        return value
 
     def jit(function: Callable[..., Any]) -> Any:
         """Leave the kernel's source uncompiled: there is nothing to run it."""
@@ -41,6 +44,7 @@ TILE = 128  # rows and columns of a program's tile; a multiple of every local bl
 # eight warps: 64 elements a thread. Without FMA, x * scale and the error after it round as the reference's do
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 # kernels may read a global only if it is a constexpr
+_INTERPRETED = constexpr(INTERPRETED)
 _FLOOR, _LEAST, _MOST = constexpr(AMAX_FLOOR), constexpr(SCALE_MIN), constexpr(SCALE_MAX)
 
 
@@ -70,6 +74,15 @@ def tile_offsets(row_count, col_count, TILE: tl.constexpr):  # type: ignore[no-u
     rows = (pid // columns_of_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = (pid % columns_of_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     return rows, cols
+
+
+@jit
+def as_fp32(x):  # type: ignore[no-untyped-def]
+    """``x`` (bf16, fp16 or fp32) in FP32, exact."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:  # whose cast of denormals is off by up to a binade there
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @jit

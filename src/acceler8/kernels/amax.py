@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acceler8.errors import ShapeError
 from acceler8.kernels import _triton
-from acceler8.kernels._triton import LAUNCH_OPTIONS, TILE, jit, magnitude_bits, tile_offsets, tl
+from acceler8.kernels._triton import LAUNCH_OPTIONS, TILE, as_fp32, jit, magnitude_bits, tile_offsets, tl
 from acceler8.scaling import ROWWISE, TENSORWISE, group_amax
 
 
@@ -41,7 +41,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     rows, cols = tile_offsets(row_count, col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
-    bits = magnitude_bits(x.to(tl.float32))
+    bits = magnitude_bits(as_fp32(x))
     if ROWS:
         tl.atomic_max(row_ptr + rows, tl.max(bits, 1), mask=rows < row_count, sem="relaxed")
     if COLS:

@@ -228,9 +228,9 @@ def quantize(
     if amax is not None or staging is not None:
         return _quantize_delayed(x, amax, staging, names, granularity, pow2, margin, statistics)
     out: list[Tensor] = torch.ops.acceler8.quantize.default(x, *names, granularity.name, pow2, margin, statistics)
-    packed = out.pop() if statistics else None
-    parts = [Quantized(out[i], out[i + 1], granularity) for i in range(0, len(out), 2)]
-    return (parts[0] if rows else None), (parts[-1] if cols else None), packed
+    as_rows = Quantized(out[0], out[1], granularity) if rows else None
+    as_cols = Quantized(out[2 * bool(rows)], out[2 * bool(rows) + 1], granularity) if cols else None
+    return as_rows, as_cols, out[-1] if statistics else None
 
 
 def _quantize_delayed(

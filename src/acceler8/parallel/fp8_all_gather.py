@@ -169,7 +169,8 @@ class _ShardedWeight:
             is_fresh = _amax_bits(self.local, dim) == scales.own[mine]
             scale = torch.where(is_fresh, scales.scale[mine], torch.nan)
             codes = encode(self.local.float() * _spread(scale, dim), self._owner.fmt).view(torch.uint8)
-            sent.append(F.pad(codes, (0, 0, 0, self._shard_rows - codes.shape[0])))
+            missing = self._shard_rows - codes.shape[0]
+            sent.append(F.pad(codes, (0, 0, 0, missing)) if missing else codes)
             scale_inv.append(_spread(scales.scale_inv[whole], dim))
         return tuple(sent), tuple(scale_inv)
 

@@ -1,0 +1,62 @@
+"""Processors: the affinity, the quota and a number that was set before each lower the count."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from acceler8.demo import processors
+
+needs_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs a system whose processes have an affinity"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("100000 100000\n", 1),
+        ("50000 100000\n", 1),
+        ("150000 100000\n", 2),
+        ("800000 100000\n", 8),
+        ("max 100000\n", 64),
+        ("", 64),
+        ("nonsense\n", 64),
+        (None, 64),
+    ],
+)
+def test_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, expected: int):
+    path = tmp_path / "cpu.max"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr(processors, "CGROUP_QUOTA", path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert processors.usable_processors() == expected
+
+
+@needs_affinity
+def test_affinity():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert processors.usable_processors() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_threads_are_lowered_but_never_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processors, "usable_processors", lambda: 2)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        processors.limit_threads()
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        processors.limit_threads()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,29 @@
+"""Runs ``test_triton.py`` in Triton's interpreter: kernels decide when they are imported, so in its own process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from acceler8.kernels._triton import HAVE_TRITON, INTERPRETED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the triton package, which is made for Linux only")
+@pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter's own")
+def test_kernels_give_the_same_codes_in_the_interpreter():
+    tests = Path(__file__).with_name("test_triton.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    # numpy works on one tile at a time, so a second thread would only wait for the first
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout.splitlines()[-1])}
+    assert counts.get("failed", 0) == 0
+    assert counts["passed"] >= 100  # not a run that skipped everything
