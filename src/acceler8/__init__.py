@@ -31,17 +31,9 @@ _EXPORTS: dict[str, str] = {
 
 if TYPE_CHECKING:
     from acceler8.accelerator import Accelerator
-    from acceler8.conversion import (
-        Plan,
-        attach,
-        convert,
-        evaluate_in_fp8,
-        plan,
-        restore,
-        step,
-        verify,
-        window,
-    )
+    from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
+    from acceler8.conversion.plan import Plan, plan
+    from acceler8.conversion.verify import verify
     from acceler8.health import record_statistics
     from acceler8.health.selftest import selftest
     from acceler8.nn import fp8_state_dict, load_fp8_state_dict

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import acceler8
 from acceler8 import recipes
-from acceler8.accelerator import Accelerator, AcceleratedOptimizer, AcceleratedScheduler
+from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 from acceler8.errors import PlanError, RecipeError
 from acceler8.nn import Fp8Linear, state_of
 
@@ -22,7 +22,7 @@ class TinyModel(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embed = nn.Embedding(48, 64)
             self.up = nn.Linear(64, 128)
@@ -43,7 +43,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1])["logits"].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(accelerator: Accelerator, model: nn.Module, optimizer, loader, scheduler=None, epochs: int = 1) -> list[float]:
+def train(
+    accelerator: Accelerator, model: nn.Module, optimizer, loader, scheduler=None, epochs: int = 1
+) -> list[float]:
     losses = []
     for _ in range(epochs):
         for (tokens,) in loader:
@@ -193,7 +195,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow_and_the_scheduler_waits() ->
 def test_fp16_clips_unscaled_gradients() -> None:
     accelerator = Accelerator("fp16", cpu=True)
     model = TinyModel()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     tokens = next(iter(make_loader()))[0]
     accelerator.backward(loss_of(model, tokens))
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)

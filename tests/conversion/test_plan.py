@@ -116,6 +116,22 @@ def test_gpt2_is_conv1d_and_the_plan_warns():
     assert f"WARNING: {warning}" in str(plan)
 
 
+def test_mixtral_runs_little_of_itself_in_fp8_and_says_so():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4))
+    plan = acceler8.plan(model)
+    assert plan.totals.fp8_layers == 8
+    rows = [row for row in plan.rows if row.name.endswith("mlp.experts")]
+    assert [row.reason for row in rows] == ["MixtralExperts is not nn.Linear"] * 2
+    assert all(row.parameters == 4 * 3 * 64 * 32 for row in rows)
+    attention, experts = 2 * (2 * 32 * 32 + 2 * 16 * 32), 2 * 4 * 3 * 64 * 32
+    t = plan.totals
+    assert (t.fp8_parameters, t.parameters) == (attention, sum(p.numel() for p in model.parameters()))
+    assert t.fp8_parameters < 0.1 * experts
+
+
 class Experts(nn.Module):
     """Fused experts: 3-D Parameters that no nn.Linear owns."""
 

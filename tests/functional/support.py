@@ -107,6 +107,6 @@ def float64(data: Data) -> dict[str, Tensor]:
 
 
 def sqnr_db(got: Tensor, want: Tensor, dim: int | None = None) -> Tensor:
-    """Signal to noise in dB, of the whole or along ``dim``."""
-    error = (got.double() - want.double()).square().sum(dim)
-    return 10 * torch.log10(want.double().square().sum(dim) / error)
+    """Signal to noise in dB, of the whole or along ``dim``, on the CPU."""
+    got, want = got.double().cpu(), want.double().cpu()
+    return 10 * torch.log10(want.square().sum(dim) / (got - want).square().sum(dim))

@@ -45,9 +45,11 @@ def rounding_dtype(dtype: torch.dtype, device: str, name: str) -> torch.dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(176, 96), (96, 96)], ids=["176 to 96", "square"])
 @pytest.mark.parametrize(("name", "policy"), LEGAL)
-def test_gemms_against_float64_on_quantised_operands(name, policy, dtype, device):
-    data = make_data(33, 176, 96, dtype=dtype, device=device)
+def test_gemms_against_float64_on_quantised_operands(name, policy, widths, dtype, device):
+    """Square too: there the wrong orientation of a weight fits."""
+    data = make_data(33, *widths, dtype=dtype, device=device)
     got = run(recipes.get(name, formats=policy), data)
     for result, (a, b) in operands(name, policy, data).items():
         want = a @ b.t()

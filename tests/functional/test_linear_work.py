@@ -230,7 +230,7 @@ def test_strides_do_not_matter(name, layout, device):
     y = linear(odd["x"], odd["w"], bias, recipe=recipes.get(name))
     y.backward(odd["dy"])
     for got, result in ((y, "y"), (x.grad, "dx"), (w.grad, "dw"), (bias.grad, "dbias")):
-        torch.testing.assert_close(got, want[result], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(got, want[result], rtol=1e-5, atol=1e-6)  # cuBLAS may sum in another order
 
 
 @pytest.mark.parametrize("name", [*NAMES, "activations_only"])
@@ -242,7 +242,10 @@ def test_expanded_dy(name, device):
     linear(x, w, bias, recipe=recipe, slots=slots_for(recipe, device)).sum().backward()
     want = run(recipe, Data(data.x, data.w, data.bias, torch.ones(18, 32, device=device)))
     for got, result in ((x.grad, "dx"), (w.grad, "dw"), (bias.grad, "dbias")):
-        assert torch.equal(got, want[result])
+        if name == "activations_only" and device == "cuda":  # high-precision GEMMs: cuBLAS may sum in another order
+            torch.testing.assert_close(got, want[result], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(got, want[result])
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])

@@ -190,3 +190,17 @@ def test_both_casts_of_an_x_that_two_gemms_read_in_two_formats_count():
     with acceler8.record_statistics(model) as statistics:
         outcome(model, batch())
     assert statistics.casts()["up", "x"].sqnr_db == pytest.approx(25.6, abs=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")  # Dynamo's
+def test_a_compiled_model_records_what_an_eager_one_does(device):
+    torch.compiler.reset()
+    model, x = converted(device=device), batch(device=device)
+    call = torch.compile(model, backend="aot_eager")
+    want = outcome(model, x, call)
+    with acceler8.record_statistics(model) as eager:
+        outcome(model, x)
+    with acceler8.record_statistics(model) as compiled:
+        assert_equal(outcome(model, x, call), want)
+    assert compiled.rows() == eager.rows()
+    torch.compiler.reset()

@@ -60,7 +60,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.gradients.sync_gradients:
             return None
         if self.scaler is None:
-            out = self.optimizer.step(closure)  # type: ignore[arg-type]
+            out = self.optimizer.step(closure)
             self.step_was_skipped = False
         else:
             before = self.scaler.get_scale()

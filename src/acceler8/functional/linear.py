@@ -223,7 +223,8 @@ def linear(
         on; the result has autocast's dtype if it is on, else x's. Gradients come in the dtypes of their tensors.
     ``slots`` is needed by a delayed recipe. ``codes`` keeps weight codes while its window is open.
     ``observer`` gets the packed statistics of every cast.
-    Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for.
+    Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for. The transforms of
+        ``torch.func`` (grad, vmap, jvp) are refused by PyTorch; ``functional_call`` works.
     """
     w_dtype = weight.dtype if codes is None else codes.dtype_of(weight)
     _check(x, weight, bias, w_dtype, recipe, slots)

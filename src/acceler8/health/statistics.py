@@ -90,8 +90,10 @@ class Statistics:
 def record_statistics(model: nn.Module) -> Iterator[Statistics]:
     """Inside, every cast of every FP8 layer of ``model`` (forward and backward) reports its statistics.
 
-    Eager mode only: a compiled region keeps the code it was compiled with. Costs a few reductions a cast and
-    no host synchronisation until the result is read. Raises: PlanError if the model is not converted.
+    Costs a few reductions a cast and no host synchronisation until the result is read. Casts of weights whose
+    codes an open window kept do not happen, so they are not recorded. A compiled model runs its FP8 layers
+    eagerly inside; one compiled with ``fullgraph=True`` cannot, and PyTorch says so.
+    Raises: PlanError if the model is not converted.
     """
     state_of(model)
     statistics = Statistics()
