@@ -38,7 +38,7 @@ class AcceleratedOptimizer(Optimizer):
         self.__dict__.update(state)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups."""
         return self.optimizer.param_groups
 
@@ -47,7 +47,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
@@ -55,7 +55,7 @@ class AcceleratedOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer if this micro-batch completes a window, then tick the step clock."""
         if not self.gradients.sync_gradients:
             return None

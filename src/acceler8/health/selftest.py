@@ -96,8 +96,8 @@ def _casts(recipe: Recipe, device: torch.device) -> str:
             counts, expected = here[2][1:4].tolist(), there[2][1:4].tolist()
             if counts != expected:
                 raise VerifyError(
-                    f"casts: {counts} values saturated, underflowed, were not finite in a {operand} cast on {device}, in"
-                    f" the reference {expected}; this Triton and driver miscompile the counts: try another Triton version"
+                    f"casts: {counts} values saturated, underflowed, were not finite in a {operand} cast on {device},"
+                    f" in the reference {expected}; Triton miscompiles the counts here: try another Triton version"
                 )
             for got, want in zip(here[:2], there[:2], strict=True):
                 assert got is not None and want is not None
