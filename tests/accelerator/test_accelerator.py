@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
-from acceler8.errors import PlanError, RecipeError
+from acceler8.errors import PlanError, RecipeError, VerifyError
 from acceler8.nn import Fp8Linear, state_of
 
 
@@ -101,6 +101,14 @@ def test_prepare_in_any_order_gives_the_same_training(order: str) -> None:
     plain = torch.optim.AdamW(other.parameters(), lr=1e-3)
     assert losses == train(reference, *reference.prepare(other, plain, make_loader()))
     acceler8.verify(model, optimizer)
+
+
+def test_a_model_that_is_one_layer_verifies() -> None:
+    model = Accelerator("fp8", cpu=True).prepare(nn.Linear(64, 64))
+    acceler8.verify(model)
+    model.forward = lambda x: x
+    with pytest.raises(VerifyError, match="its forward was replaced"):
+        acceler8.verify(model)
 
 
 def test_optimizer_made_after_prepare_moves_fp8_weights() -> None:

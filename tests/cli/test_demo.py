@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,11 @@ import pytest
 import acceler8
 from acceler8.cli.app import main
 from acceler8.demo.run_folder import RunFolder
-from tests.demo.runs import curves, one_thread
+from tests.demo.runs import curves
 
 SOURCE = Path(acceler8.__file__).parent.parent
 SHORT = ["--size", "tiny", "--device", "cpu", "--steps", "20", "--batch", "2", "--seq", "32", "--seed", "1"]
 LONGER = [*SHORT, "--steps", "40"]
-
-
-@pytest.fixture(autouse=True)
-def _on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +37,7 @@ def run_main(arguments: list[str]) -> int:
 
 def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
     """Start the command line as its own process, so that it can be sent a signal."""
-    code = "import torch; torch.set_num_threads(1)\nfrom acceler8.cli import main\nmain()"
+    code = "from acceler8.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, "demo", *arguments],
         stdout=subprocess.PIPE,

@@ -126,10 +126,9 @@ def test_mixtral_runs_little_of_itself_in_fp8_and_says_so():
     rows = [row for row in plan.rows if row.name.endswith("mlp.experts")]
     assert [row.reason for row in rows] == ["MixtralExperts is not nn.Linear"] * 2
     assert all(row.parameters == 4 * 3 * 64 * 32 for row in rows)
-    attention, experts = 2 * (2 * 32 * 32 + 2 * 16 * 32), 2 * 4 * 3 * 64 * 32
+    attention = 2 * (2 * 32 * 32 + 2 * 16 * 32)
     t = plan.totals
     assert (t.fp8_parameters, t.parameters) == (attention, sum(p.numel() for p in model.parameters()))
-    assert t.fp8_parameters < 0.1 * experts
 
 
 class Experts(nn.Module):

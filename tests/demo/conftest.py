@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,7 @@ import pytest
 from acceler8.demo.interrupt import StopRequest
 from acceler8.demo.run import create_run, execute_run
 from acceler8.demo.run_folder import RunFolder
-from tests.demo.runs import WISHES, Recorder, one_thread
-
-
-@pytest.fixture(autouse=True)
-def _on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+from tests.demo.runs import WISHES, Recorder
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +30,7 @@ def wishes(text_path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def finished(wishes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """One run that nobody stopped. Tests read it and leave it as it is."""
-    with one_thread(), StopRequest() as stop:
+    with StopRequest() as stop:
         folder, corpus = create_run(wishes, tmp_path_factory.mktemp("runs"))
         execute_run(folder, corpus, Recorder(), stop)
     return folder

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from acceler8.demo.run_folder import Record, RunFolder
 
@@ -37,17 +34,6 @@ class Recorder:
 
     def training_ended(self, precision: str) -> None:
         self.ended.append(precision)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Models as small as the tests' are quicker on one thread, by far when other work fills the processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def curves(folder: RunFolder) -> list[tuple[str, int, float, float]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from acceler8.demo import processors
+from acceler8.demo.settings import DemoSettings, resolve_settings
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="needs a system whose processes have an affinity"
@@ -48,15 +50,28 @@ def test_affinity():
         os.sched_setaffinity(0, before)
 
 
-def test_threads_are_lowered_but_never_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processors, "usable_processors", lambda: 2)
+def _settings(**asked: Any) -> DemoSettings:
+    return resolve_settings({"device": "cpu"} | asked)
+
+
+def test_small_models_get_one_thread_and_larger_ones_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processors, "usable_processors", lambda: 64)
+    assert processors.thread_count(_settings(size="small")) == 1
+    assert processors.thread_count(_settings(size="base")) == torch.get_num_threads()
+    monkeypatch.setattr(processors, "usable_processors", lambda: 1)
+    assert processors.thread_count(_settings(size="base")) == 1
+
+
+def test_threads_are_as_before_afterwards():
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        processors.limit_threads()
-        assert torch.get_num_threads() == 2
-        torch.set_num_threads(1)
-        processors.limit_threads()
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+    inside = []
+
+    def fail() -> None:
+        with processors.threads_of(_settings(size="tiny")):
+            inside.append(torch.get_num_threads())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert inside == [1]
+    assert torch.get_num_threads() == before

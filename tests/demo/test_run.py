@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import signal
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ def test_both_trainings_start_alike_and_then_differ(finished: RunFolder):
     assert losses["fp8", 1] == pytest.approx(losses["bf16", 1], rel=5e-3)
     assert all(losses["fp8", step] == pytest.approx(losses["bf16", step], rel=5e-2) for step in range(1, STEPS + 1))
     assert losses["fp8", STEPS] != losses["bf16", STEPS]
+
+
+def test_real_text_is_learned_alike_in_both_precisions(tmp_path: Path):
+    text = str(Path(sysconfig.get_paths()["stdlib"]) / "logging")
+    folder, corpus = create_run({"device": "cpu", "size": "tiny", "steps": 50, "text": text}, tmp_path)
+    with StopRequest() as stop:
+        summary = execute_run(folder, corpus, Recorder(), stop)
+    assert folder.read_metrics()[0]["loss"] > 5  # nothing is known at the start: ln 256 = 5.5
+    assert all(loss < 3 for loss in summary["held_out_loss"].values())
+    assert all(abs(percent) < 1 for percent in summary["difference_percent"].values())
 
 
 def test_the_plan_covers_all_but_the_head(finished: RunFolder):

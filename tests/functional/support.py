@@ -81,22 +81,28 @@ def plain(data: Data) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, "dw": w.grad, "dbias": bias.grad}
 
 
-def quantized(t: Tensor, fmt: str, granularity: str) -> Tensor:
+def quantized(t: Tensor, fmt: str, granularity: str, *, pow2: bool = False) -> Tensor:
     """Float64 value of ``t`` [R, C] after a cast whose groups run along C."""
     group = GRANULARITIES[granularity]
-    codes, scale_inv, _ = quantize_ref(t, FORMATS[fmt], group)
+    codes, scale_inv, _ = quantize_ref(t, FORMATS[fmt], group, pow2=pow2)
     values = decode(codes.cpu()).to(t.device).double()
     return (values * expand_groups(scale_inv.double(), group, *values.shape))[:, : t.shape[1]]
 
 
-def operands(name: str, policy: str, data: Data) -> dict[str, tuple[Tensor, Tensor]]:
+def operands(name: str, policy: str, data: Data, *, pow2: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """For each GEMM its two operands, quantised along the contraction, float64: result is ``a @ b.T``."""
     act, weight = GRANULARITY[name]
     f = FORMAT[policy]
     return {
-        "y": (quantized(data.x, f["fprop"][0], act), quantized(data.w, f["fprop"][1], weight)),
-        "dx": (quantized(data.dy, f["dgrad"][0], act), quantized(data.w.t(), f["dgrad"][1], weight)),
-        "dw": (quantized(data.dy.t(), f["wgrad"][0], act), quantized(data.x.t(), f["wgrad"][1], act)),
+        "y": (quantized(data.x, f["fprop"][0], act, pow2=pow2), quantized(data.w, f["fprop"][1], weight, pow2=pow2)),
+        "dx": (
+            quantized(data.dy, f["dgrad"][0], act, pow2=pow2),
+            quantized(data.w.t(), f["dgrad"][1], weight, pow2=pow2),
+        ),
+        "dw": (
+            quantized(data.dy.t(), f["wgrad"][0], act, pow2=pow2),
+            quantized(data.x.t(), f["wgrad"][1], act, pow2=pow2),
+        ),
     }
 
 

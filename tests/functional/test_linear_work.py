@@ -156,6 +156,22 @@ def test_a_frozen_weight_casts_each_operand_in_one_orientation(device):
     assert sizes == [16 * 32, 48 * 32, 16 * 48, 48 * 32]
 
 
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_fast_accumulation_is_asked_for_in_fprop_only_and_not_with_blocks(name, device):
+    data = make_data(16, 32, 48, device=device)
+    asked: list[bool] = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func).startswith("acceler8.scaled_matmul"):
+                asked.append(args[-1])
+            return func(*args, **(kwargs or {}))
+
+    with Asked():
+        run(name, data)
+    assert asked == [name == "rowwise", False, False]
+
+
 # ------------------------------------------------------------------------------------------------- tokens
 
 

@@ -192,7 +192,8 @@ def test_both_casts_of_an_x_that_two_gemms_read_in_two_formats_count():
     assert statistics.casts()["up", "x"].sqnr_db == pytest.approx(25.6, abs=1.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")  # Dynamo's
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own, at graph breaks
 def test_a_compiled_model_records_what_an_eager_one_does(device):
     torch.compiler.reset()
     model, x = converted(device=device), batch(device=device)

@@ -58,10 +58,8 @@ def demo(
     # torch is imported from here on: --help does without
     from acceler8.cli.demo_display import DemoDisplay
     from acceler8.demo.interrupt import RunInterruptedError, StopRequest
-    from acceler8.demo.processors import limit_threads
     from acceler8.demo.run import changed_environment, create_run, execute_run, reopen_run
 
-    limit_threads()
     display = DemoDisplay()
     with StopRequest() as stop:
         folder, corpus = create_run(asked, out) if resume is None else reopen_run(asked, resume)

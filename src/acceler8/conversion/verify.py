@@ -87,9 +87,21 @@ def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
     bad += [
         f"layer {n!r} does not run in FP8: its forward was replaced on the instance after conversion"
         for n, layer in layers.items()
-        if "forward" in layer.__dict__
+        if not _runs_own_forward(layer)
     ]
     return bad, f"{len(live)} FP8 layers as planned"
+
+
+def _runs_own_forward(layer: Fp8Linear) -> bool:
+    """True if calling the layer ends in ``Fp8Linear.forward``: its class's, or wrapped on the instance (as a prepared
+    model's forward is, or one that the compiler leaves out)."""
+    forward = layer.__dict__.get("forward", layer.forward)
+    for _ in range(8):
+        if getattr(forward, "__func__", None) is Fp8Linear.forward:
+            return True
+        inner = [getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "forward")]
+        forward = next((f for f in inner if f is not None), None)
+    return False
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,12 +7,13 @@ walk, which skips what is there already.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 from acceler8.checkpoint import compare_config
 from acceler8.demo.evaluate import held_out_loss, measure_health
 from acceler8.demo.interrupt import StopRequest
+from acceler8.demo.processors import thread_count, threads_of
 from acceler8.demo.report import write_report
 from acceler8.demo.run_folder import Record, RunFolder
 from acceler8.demo.settings import DemoSettings, resolve_device, resolve_settings
@@ -114,21 +116,28 @@ def execute_run(folder: RunFolder, corpus: Corpus, listener: Listener, stop: Sto
         enough.
     """
     settings = folder.settings
-    for precision in PRECISIONS:
-        if folder.result(precision) is None:
-            try:
+    with threads_of(settings), _memory_errors(settings):
+        for precision in PRECISIONS:
+            if folder.result(precision) is None:
                 result = _finish_training(precision, settings, folder, corpus, listener, stop)
-            except torch.OutOfMemoryError as error:
-                raise HardwareError(
-                    f"the memory of {settings.device} is not enough for size={settings.size}, batch={settings.batch}, "
-                    f"seq={settings.seq} ({error}); start a new run with a smaller --size or --batch"
-                ) from error
-            folder.write_json(f"result-{precision}.json", result)
-        folder.drop_checkpoint(precision)
+                folder.write_json(f"result-{precision}.json", result)
+            folder.drop_checkpoint(precision)
     summary = summarize(folder)
     folder.write_json("summary.json", summary)
     write_report(folder)
     return summary
+
+
+@contextlib.contextmanager
+def _memory_errors(settings: DemoSettings) -> Iterator[None]:
+    """Turn an exhausted GPU into a HardwareError that says what to ask for instead."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HardwareError(
+            f"the memory of {settings.device} is not enough for size={settings.size}, batch={settings.batch}, "
+            f"seq={settings.seq} ({error}); start a new run with a smaller --size or --batch"
+        ) from error
 
 
 def _finish_training(
@@ -236,7 +245,7 @@ def describe_environment(settings: DemoSettings) -> Record:
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": thread_count(settings),
         "device": settings.device,
         "fp8": _describe_fp8(settings),
     }

@@ -40,6 +40,8 @@ class ModelSize:
     """Bytes predicted in each window."""
     lr: float
     """Peak learning rate of AdamW."""
+    cpu_threads: int | None = None
+    """Most threads that a step on a CPU gains from (``processors``); None: all that there are."""
 
     @property
     def head_dim(self) -> int:
@@ -47,11 +49,15 @@ class ModelSize:
         return self.dim // self.heads
 
 
-# "small" is what two CPU cores train twice, once in emulated FP8, within about two minutes. Only "large" has
-# GEMMs big enough for FP8 to be quicker than BF16 on a data-centre GPU; the others show the numerics.
+# "small" is what a CPU trains twice, once in emulated FP8, within about two minutes. Only "large" has GEMMs big
+# enough for FP8 to be quicker than BF16 on a data-centre GPU; the others show the numerics.
 SIZES: Mapping[str, ModelSize] = {
-    "tiny": ModelSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=176, steps=300, batch=8, seq=64, lr=3e-3),
-    "small": ModelSize(dim=128, layers=2, heads=4, kv_heads=2, ffn=352, steps=400, batch=8, seq=128, lr=2e-3),
+    "tiny": ModelSize(
+        dim=64, layers=2, heads=4, kv_heads=2, ffn=176, steps=300, batch=8, seq=64, lr=3e-3, cpu_threads=1
+    ),
+    "small": ModelSize(
+        dim=128, layers=2, heads=4, kv_heads=2, ffn=352, steps=300, batch=8, seq=128, lr=2e-3, cpu_threads=1
+    ),
     "base": ModelSize(dim=512, layers=8, heads=8, kv_heads=4, ffn=1408, steps=400, batch=32, seq=512, lr=8e-4),
     "large": ModelSize(dim=2048, layers=8, heads=16, kv_heads=8, ffn=5632, steps=300, batch=8, seq=1024, lr=3e-4),
 }

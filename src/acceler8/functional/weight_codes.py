@@ -87,8 +87,3 @@ class WeightCodes:
 
     def __reduce__(self) -> tuple[type[WeightCodes], tuple[()]]:
         return WeightCodes, ()
-
-
-def weight_operand(kept: Quantized | None, fresh: Tensor) -> Quantized | Tensor:
-    """What a GEMM reads of a weight: its codes, or the weight itself."""
-    return fresh if kept is None else kept
