@@ -61,7 +61,7 @@ def test_real_text_is_learned_alike_in_both_precisions(tmp_path: Path):
     with StopRequest() as stop:
         summary = execute_run(folder, corpus, Recorder(), stop)
     assert folder.read_metrics()[0]["loss"] > 5  # nothing is known at the start: ln 256 = 5.5
-    assert all(loss < 3 for loss in summary["held_out_loss"].values())
+    assert all(loss < 3.2 for loss in summary["held_out_loss"].values())
     assert all(abs(percent) < 1 for percent in summary["difference_percent"].values())
 
 

@@ -23,6 +23,8 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes([100 + i]) * 400)
     (tmp_path / ".hidden").write_bytes(b"\x00" * 400)
+    (tmp_path / "a" / "__pycache__").mkdir()
+    (tmp_path / "a" / "__pycache__" / "x.pyc").write_bytes(b"\x02" * 400)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "object").write_bytes(b"\x01" * 400)
     return tmp_path
@@ -35,6 +37,7 @@ def test_standard_library_is_real_source_without_tests_or_installed_packages():
     assert (root / "json" / "decoder.py").read_bytes() in whole
     assert (root / "functools.py").read_bytes() in whole
     assert (root / "encodings" / "cp1252.py").read_bytes() not in whole
+    assert (root / "pydoc_data" / "topics.py").read_bytes() not in whole
     assert Path(pytest.__file__).read_bytes() not in whole
     assert len(corpus.train) > 3_000_000
     assert 0.05 < len(corpus.held_out) / len(whole) < 0.2
@@ -67,6 +70,17 @@ def test_split_of_a_file_does_not_depend_on_where_the_folder_is(folder: Path, tm
     expected = load_corpus(str(folder), 64).digest
     folder.rename(moved)
     assert load_corpus(str(moved), 64).digest == expected
+
+
+def test_no_large_file_decides_the_held_out_loss(tmp_path: Path):
+    for i in range(200):
+        (tmp_path / f"small{i}").write_bytes(b"s" * 100)
+    for i in range(10):
+        (tmp_path / f"large{i}").write_bytes(b"L" * 1800)
+    corpus = load_corpus(str(tmp_path), 64)
+    assert set(corpus.held_out.tolist()) == {ord("s")}
+    assert len(corpus.held_out) == 3800
+    assert corpus.held_out_files == 38
 
 
 def test_digest_tells_changed_text_and_changed_split(folder: Path):

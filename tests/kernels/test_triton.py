@@ -35,17 +35,20 @@ SMALL, LARGE = SHAPES[:-1], [SHAPES[-1], (1000, 1500)]  # one tile or two; sever
 def assert_same_codes(
     x: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity, case: object, **options: object
 ) -> None:
-    """Cast ``x`` where it is asked, compare with the reference of its copy on the CPU."""
+    """Cast ``x`` where it is asked, without statistics (the kernel) and with (the reference on that device); compare
+    both with the reference of its copy on the CPU."""
     on_device = lay_out_again(x)
-    got = quantize(on_device, rows, cols, granularity, statistics=True, **options)
-    assert (got[0] is None, got[1] is None) == (rows is None, cols is None)
-    packed = None
-    for source, fmt, q in ((x, rows, got[0]), (x.t(), cols, got[1])):
-        if fmt is not None:
-            codes, scale_inv, statistics = quantize_ref(source, fmt, granularity, statistics=True, **options)
-            assert_same(q, codes, scale_inv, (case, "rows" if source is x else "cols"))
-            packed = statistics if packed is None else packed
-    assert_same_statistics(got[2], packed, x.numel(), case)
+    for with_statistics in (False, True):
+        got = quantize(on_device, rows, cols, granularity, statistics=with_statistics, **options)
+        assert (got[0] is None, got[1] is None) == (rows is None, cols is None)
+        packed = None
+        for source, fmt, q in ((x, rows, got[0]), (x.t(), cols, got[1])):
+            if fmt is not None:
+                codes, scale_inv, statistics = quantize_ref(source, fmt, granularity, statistics=True, **options)
+                assert_same(q, codes, scale_inv, (case, "rows" if source is x else "cols", with_statistics))
+                packed = statistics if packed is None else packed
+        if with_statistics:
+            assert_same_statistics(got[2], packed, x.numel(), case)
 
 
 def lay_out_again(x: Tensor) -> Tensor:
@@ -134,15 +137,19 @@ def test_delayed_scaling(data, known):
     for staged in (0.0, math.nan) if INTERPRETED else (0.0, 7.0, 1e6, math.inf, math.nan):
         amax, staging = torch.tensor([known]), torch.tensor([staged])
         expected = torch.maximum(staging, amax_ref(x))
-        on_device = staging.to(DEVICE)
-        as_rows, as_cols, packed = quantize(
-            x.to(DEVICE), E4M3, E5M2, TENSORWISE, margin=1, amax=amax.to(DEVICE), staging=on_device, statistics=True
-        )
         codes, scale_inv, statistics = quantize_ref(x, E4M3, TENSORWISE, margin=1, amax=amax, statistics=True)
-        assert_same(as_rows, codes, scale_inv, known)
-        assert_same_statistics(packed, statistics, x.numel(), known)
-        assert_same(as_cols, *quantize_ref(x.t(), E5M2, TENSORWISE, margin=1, amax=amax)[:2], known)
-        assert torch.equal(on_device.cpu().nan_to_num(-1.0), expected.nan_to_num(-1.0))
+        of_cols = quantize_ref(x.t(), E5M2, TENSORWISE, margin=1, amax=amax)[:2]
+        for with_statistics in (False, True):
+            on_device = staging.to(DEVICE)
+            as_rows, as_cols, packed = quantize(
+                x.to(DEVICE), E4M3, E5M2, TENSORWISE, margin=1, amax=amax.to(DEVICE), staging=on_device,
+                statistics=with_statistics,
+            )  # fmt: skip
+            assert_same(as_rows, codes, scale_inv, (known, with_statistics))
+            assert_same(as_cols, *of_cols, (known, with_statistics))
+            if with_statistics:
+                assert_same_statistics(packed, statistics, x.numel(), known)
+            assert torch.equal(on_device.cpu().nan_to_num(-1.0), expected.nan_to_num(-1.0))
 
 
 @every
@@ -175,12 +182,11 @@ def test_amax_of_nothing():
 @on_gpu_only
 def test_two_runs_are_equal():
     x = make("outliers", 1000, 1500, torch.bfloat16).cuda()
-    first = quantize(x, E4M3, E5M2, ROWWISE, statistics=True)
+    first = quantize(x, E4M3, E5M2, ROWWISE)
     for _ in range(5):
-        again = quantize(x, E4M3, E5M2, ROWWISE, statistics=True)
+        again = quantize(x, E4M3, E5M2, ROWWISE)
         for q, p in zip(first[:2], again[:2], strict=True):
             assert_same(q, p.codes.cpu(), p.scale_inv.cpu(), "again")
-        assert torch.equal(first[2], again[2])
 
 
 def rows_and_columns_of(q: Quantized, expected_of: Tensor, where: Tensor, fmt: Format, case: str) -> None:

@@ -22,6 +22,7 @@ from acceler8.scaling import (
     MX_1x32,
     expand_groups,
     group_amax,
+    multiply_groups,
 )
 
 ALL = list(GRANULARITIES.values())
@@ -100,6 +101,22 @@ def test_each_element_meets_the_scale_of_its_group(granularity):
         table: Tensor = scale.reshape(1, 1) if scale.ndim == 0 else scale
         for index, where in groups(granularity, rows, cols):
             assert (full[where] == table[index]).all()
+
+
+@every
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_keep_strides_and_round_once(granularity, transposed, make_generator):
+    for rows, cols in [*SHAPES, (256, 384), (0, 128), (128, 0)]:
+        base = torch.randn((cols, rows) if transposed else (rows, cols), generator=make_generator(5))
+        base = base.t() if transposed else base
+        scale = torch.rand(granularity.scale_shape(rows, cols), generator=make_generator(6)) + 0.5
+        expected = base * expand_groups(scale, granularity, rows, cols)
+        got = multiply_groups(base, scale, granularity)
+        assert torch.equal(got, expected)
+        assert got.stride() == base.stride() or min(rows, cols) <= 1
+        into = base.clone()
+        assert torch.equal(multiply_groups(into, scale, granularity, in_place=True), expected)
+        assert torch.equal(into, expected)
 
 
 def test_scale_shapes_are_those_of_the_gemms():

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from acceler8 import backends
 from acceler8.conversion.filters import tied_names
-from acceler8.conversion.plan import Plan, check_is_plain, largest_shape, matrix_modules, row_name
+from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, row_name
+from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
 from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of

@@ -11,20 +11,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
 
 from acceler8 import backends
 from acceler8.backends.native import plain_type
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
+from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, row_name
 from acceler8.errors import PlanError, unknown_name
-from acceler8.nn import find_state, fp8_layers
 from acceler8.recipes import Recipe, resolve
 
 LOW_COVERAGE = 0.1
@@ -169,18 +167,6 @@ def plan(
     return _finish(model, recipe, engine, rows)
 
 
-def check_is_plain(model: nn.Module) -> None:
-    """Raise PlanError unless nothing in ``model`` is converted and every parameter has its shape."""
-    kind = type(model).__name__
-    if find_state(model) is not None:
-        raise PlanError(f"{kind} is converted already; call acceler8.restore(model) first")
-    if next(fp8_layers(model), None) is not None:
-        raise PlanError(f"{kind} is part of a converted model; call acceler8.restore on that model first")
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise PlanError(f"parameter {name!r} is not initialised yet; run the model's forward once, then plan it")
-
-
 def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
     if isinstance(skip, str):
         raise PlanError(f"skip={skip!r} is one string; allowed: a list of layer names; write skip=[{skip!r}]")
@@ -198,32 +184,6 @@ def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")
         raise PlanError(f"skip names {pattern!r}, which fits no layer{hint} there are: {shown}")
-
-
-def matrix_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tensor]]]:
-    """``(name, module, weights)`` of each module that has rows in a plan: it multiplies by matrices of its own."""
-    for name, module in model.named_modules():
-        if weights := _own_matrices(module):
-            yield name, module, weights
-
-
-def _own_matrices(module: nn.Module) -> list[torch.Tensor]:
-    """Weights of two or more dimensions that the module itself multiplies by. A lookup is no multiplication."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList)):
-        return []  # the last: its parametrised layer has the row
-    if hasattr(module, "parametrizations") and isinstance(module, nn.Linear):
-        return [module.weight]
-    return [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
-
-
-def largest_shape(weights: list[torch.Tensor]) -> tuple[int, ...]:
-    """The shape that a plan's row shows."""
-    return tuple(max(weights, key=torch.Tensor.numel).shape)
-
-
-def row_name(name: str) -> str:
-    """The name that a plan's row shows; the model itself has none."""
-    return name or "(root)"
 
 
 def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str | None, recipe: Recipe) -> PlanRow:

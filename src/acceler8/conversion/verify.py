@@ -94,7 +94,8 @@ def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
 
 def _runs_own_forward(layer: Fp8Linear) -> bool:
     """True if calling the layer ends in ``Fp8Linear.forward``: its class's, or wrapped on the instance (as a prepared
-    model's forward is, or one that the compiler leaves out)."""
+    model's forward is, or one that the compiler leaves out).
+    """
     forward = layer.__dict__.get("forward", layer.forward)
     for _ in range(8):
         if getattr(forward, "__func__", None) is Fp8Linear.forward:

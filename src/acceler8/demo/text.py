@@ -27,16 +27,11 @@ HELD_OUT_SHARE = 0.1
 MAX_BYTES = 1 << 30
 """Text is held in memory; more than this is refused, because it would be no demo."""
 
-# Tests repeat themselves, site-packages differ from machine to machine, and encodings/ is character tables.
+# Tests repeat themselves, site-packages differ from machine to machine, encodings/ is character tables and pydoc_data/
+# one generated file, which would be a tenth of all.
 _SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "encodings",
-    "__pycache__",
-}
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"
+}  # fmt: skip
 
 Bytes = NDArray[np.uint8]
 
@@ -66,10 +61,9 @@ class Corpus:
 def load_corpus(text: str, seq: int) -> Corpus:
     """Read and split the text for windows of ``seq`` + 1 bytes.
 
-    ``text`` is ``STANDARD_LIBRARY`` or the path of a file or of a folder, of which every file below that is
-    not hidden is read. Bytes are taken as they are: any encoding, and binary files, work.
-    Raises: RunError when the path cannot be read, or holds less than one window to train on and one to hold
-    out.
+    ``text`` is ``STANDARD_LIBRARY`` or the path of a file or of a folder; a folder is read with all below it, but for
+    hidden files and ``__pycache__``. Bytes are taken as they are: any encoding, and binary files, work.
+    Raises: RunError when the path cannot be read, or holds less than one window to train on and one to hold out.
     """
     if text == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -123,7 +117,7 @@ def _walk(root: Path, skipped: Set[str] = frozenset()) -> list[str]:
 
     names: list[str] = []
     for folder, below, files in os.walk(root, onerror=refuse):
-        below[:] = [name for name in below if not name.startswith(".") and name not in skipped]
+        below[:] = [name for name in below if not name.startswith(".") and name not in {"__pycache__", *skipped}]
         paths = (Path(folder, name) for name in files if not name.startswith("."))
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return names
@@ -176,16 +170,26 @@ def _split(contents: dict[str, bytes], source: str, seq: int) -> Corpus:
 
 
 def _held_out_names(contents: dict[str, bytes], total: int) -> set[str]:
-    """Take files in order of their names' hashes until a tenth is held out, never over a fifth."""
+    """Choose the files to hold out: small ones, so that no single file decides the loss; larger ones if need be."""
+    target = total * HELD_OUT_SHARE
+    for largest in (target / 8, target):
+        names = [name for name, data in contents.items() if 0 < len(data) <= largest]
+        chosen = _take(names, contents, target)
+        if sum(len(contents[name]) for name in chosen) >= target / 2:
+            return chosen
+    return set()
+
+
+def _take(names: list[str], contents: dict[str, bytes], target: float) -> set[str]:
+    """Take files in the order of their names' hashes until ``target`` bytes are reached."""
     chosen: set[str] = set()
     size = 0
-    for name in sorted(contents, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()):
-        if size >= total * HELD_OUT_SHARE:
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()):
+        if size >= target:
             break
-        if contents[name] and size + len(contents[name]) <= 2 * total * HELD_OUT_SHARE:
-            chosen.add(name)
-            size += len(contents[name])
-    return chosen if size >= total * HELD_OUT_SHARE / 2 else set()
+        chosen.add(name)
+        size += len(contents[name])
+    return chosen
 
 
 def training_windows(train: Bytes, *, seed: int, step: int, batch: int, seq: int) -> Tensor:

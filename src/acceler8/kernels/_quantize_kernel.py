@@ -20,7 +20,6 @@ from acceler8.kernels._triton import (
     tl,
 )
 from acceler8.kernels.amax import amax_bits, is_known
-from acceler8.kernels.statistics import PACKED
 from acceler8.scaling import Granularity
 
 
@@ -85,59 +84,33 @@ def _store_scale_inv(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _total(values):  # type: ignore[no-untyped-def]
-    """Sum over a tile in FP64: exact squares of FP32 values, and no overflow or underflow of theirs."""
-    return tl.sum(tl.sum(values.to(tl.float64), 1), 0)
-
-
-@jit
-def _store_statistics(x, y, value, scale_inv, stats_ptr, ABOVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This tile's row of the packed statistics, in the order of ``statistics.PACKED``."""
-    bits = magnitude_bits(x)
-    finite = bits < 0x7F800000
-    error = tl.where(finite, x - value * scale_inv, 0.0).to(tl.float64)
-    known = tl.where(finite, x, 0.0).to(tl.float64)
-    out = stats_ptr + tl.program_id(0).to(tl.int64) * 6
-    tl.store(out + 0, tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True).to(tl.float64))
-    tl.store(out + 1, _total(tl.where(finite & (tl.abs(y) > ABOVE), 1.0, 0.0)))
-    tl.store(out + 2, _total(tl.where(finite & (x != 0) & (value == 0), 1.0, 0.0)))
-    tl.store(out + 3, _total(tl.where(finite, 0.0, 1.0)))
-    tl.store(out + 4, _total(error * error))
-    tl.store(out + 5, _total(known * known))
-
-
-@jit
 def _quantize_tile(  # type: ignore[no-untyped-def]
-    x, rows, cols, row_count, col_count, amax_ptr, own_ptr, codes_ptr, inv_ptr, width, stats_ptr,
-    E5M2: tl.constexpr, FMT_MAX: tl.constexpr, ABOVE: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, DELAYED: tl.constexpr, STATS: tl.constexpr,
+    x, rows, cols, row_count, col_count, amax_ptr, own_ptr, codes_ptr, inv_ptr, width,
+    E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, DELAYED: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile [rows, cols] whose groups and contraction run along dim 1; store codes, scales,
-    statistics.
-    """
+    """Quantise a tile [rows, cols] whose groups and contraction run along dim 1; store codes and scales."""
     scale, scale_inv = _group_scale(
         magnitude_bits(x), amax_ptr, own_ptr, rows, row_count, FMT_MAX * MARGIN, POW2, GROUP_ROWS, GROUP_COLS,
         DELAYED, TILE,
     )  # fmt: skip
     y = x * _spread(scale, GROUP_COLS, TILE)
-    codes, value = round_to_format(saturate(x, y, FMT_MAX), E5M2, HARDWARE)
+    codes = round_to_format(saturate(x, y, FMT_MAX), E5M2, HARDWARE)
     inside = (rows < row_count)[:, None] & (cols < width)[None, :]  # width: filler is stored too, as the zeros it is
     tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
     _store_scale_inv(scale_inv, inv_ptr, rows, cols, row_count, col_count, GROUP_ROWS, GROUP_COLS, TILE)
-    if STATS:
-        _store_statistics(x, y, value, _spread(scale_inv, GROUP_COLS, TILE), stats_ptr, ABOVE)
 
 
 @jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, row_amax_ptr, col_amax_ptr, own_ptr, staging_ptr,
-    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, stats_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
     row_count, col_count, row_stride, col_stride, row_width, col_width,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
-    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ROW_ABOVE: tl.constexpr, COL_ABOVE: tl.constexpr,
+    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, STATS: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # a filled width ends in the tile in which the unfilled one does, so tiles of x cover the codes as well
     rows, cols = tile_offsets(row_count, col_count, TILE)
@@ -148,14 +121,12 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     if ROW:
         _quantize_tile(
             x, rows, cols, row_count, col_count, row_amax_ptr, own_ptr, row_codes_ptr, row_inv_ptr, row_width,
-            stats_ptr, ROW_E5M2, ROW_MAX, ROW_ABOVE, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, STATS,
-            HARDWARE, TILE,
+            ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
         )  # fmt: skip
     if COL:
         _quantize_tile(
             tl.trans(x), cols, rows, col_count, row_count, col_amax_ptr, own_ptr, col_codes_ptr, col_inv_ptr,
-            col_width, stats_ptr, COL_E5M2, COL_MAX, COL_ABOVE, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED,
-            STATS and not ROW, HARDWARE, TILE,
+            col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
         )  # fmt: skip
 
 
@@ -186,10 +157,8 @@ def quantize_triton(
     margin: int = 0,
     amax: Tensor | None = None,
     staging: Tensor | None = None,
-    statistics: bool = False,
 ) -> list[Tensor]:
-    """Launch the kernel: ``[codes, scale_inv]`` of ``rows``, then of ``cols``, then packed statistics, as
-    asked.
+    """Launch the kernel: ``[codes, scale_inv]`` of ``rows``, then of ``cols``, as asked.
 
     ``x`` [R, C] is not empty and lies on a device that runs Triton; any strides, more than 2**31 elements
     too. At most 2**31 - 1 tiles of 128 x 128. Arguments as in ``quantize``. Deterministic.
@@ -198,7 +167,7 @@ def quantize_triton(
     fmt, cols_fmt = rows or cols, cols or rows
     assert fmt is not None
     assert cols_fmt is not None
-    row_codes = row_inv = col_codes = col_inv = partial = x  # a pointer that is not asked for is not read
+    row_codes = row_inv = col_codes = col_inv = x  # a pointer that is not asked for is not read
     out: list[Tensor] = []
     if rows is not None:
         row_codes, row_inv = _outputs(x, row_count, col_count, granularity)
@@ -207,22 +176,18 @@ def quantize_triton(
         col_codes, col_inv = _outputs(x, col_count, row_count, granularity)
         out += [col_codes.view(cols.torch_dtype), col_inv]
     programs = _triton.tiles(row_count, col_count)
-    if statistics:
-        partial = torch.empty(programs, len(PACKED), dtype=torch.float64, device=x.device)
     row_amax, col_amax, own = _amax_of(x, granularity, rows is not None, cols is not None, amax)
     with torch.cuda.device_of(x):
         _quantize_kernel[(programs,)](
             x, row_amax, col_amax, own, x if staging is None else staging.view(torch.int32),
-            row_codes, row_inv, col_codes, col_inv, partial, row_count, col_count, x.stride(0), x.stride(1),
+            row_codes, row_inv, col_codes, col_inv, row_count, col_count, x.stride(0), x.stride(1),
             col_count + -col_count % granularity.contraction_multiple,
             row_count + -row_count % granularity.contraction_multiple,
             rows is not None, cols is not None, fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max,
-            fmt.saturates_above, cols_fmt.saturates_above, pow2, 2.0**-margin, granularity.rows,
-            granularity.cols, amax is not None, statistics, _triton.has_fp8_conversion(x.device), TILE,
+            pow2, 2.0**-margin, granularity.rows, granularity.cols, amax is not None,
+            _triton.has_fp8_conversion(x.device), TILE,
             **LAUNCH_OPTIONS,
         )  # fmt: skip
-    if statistics:
-        out.append(torch.cat([partial[:, :1].amax(0), partial[:, 1:].sum(0)]))
     return out
 
 

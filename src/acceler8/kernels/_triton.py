@@ -123,39 +123,28 @@ def scale_of(amax_bits, TARGET: tl.constexpr, POW2: tl.constexpr, E8M0: tl.const
 
 @jit
 def round_to_format(y, E5M2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 within +-max, or NaN -> ``(codes uint8, value fp32)``, round to nearest even.
-
-    The value always comes from integer arithmetic, which costs nothing where it is not used: converting FP8
-    back to FP32 gives garbage that differs from run to run in this kernel (Triton 3.6, H200), while the codes are
-    right. Symptom: statistics of 5 dB instead of 31. Remove when ``tests/kernels/test_triton.py`` passes without.
-    """
-    MANTISSA: tl.constexpr = 2 if E5M2 else 3
-    BIAS: tl.constexpr = 15 if E5M2 else 7
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    bits = y.to(tl.int32, bitcast=True)
-    sign = bits & -0x80000000
-    magnitude = bits & 0x7FFFFFFF
-    # normal numbers: add half an ulp (and the parity bit for ties), cut; a carry runs into the exponent,
-    # as it should
-    rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
-    normal_value = ((rounded >> SHIFT) << SHIFT).to(tl.float32, bitcast=True)
-    # subnormal numbers: adding a constant whose ulp is min_subnormal makes the FP32 adder do the rounding
-    MAGIC_BITS: tl.constexpr = (127 + (1 - BIAS - MANTISSA) + 23) << 23
-    magic = (tl.zeros_like(magnitude) + MAGIC_BITS).to(tl.float32, bitcast=True)
-    lifted = magnitude.to(tl.float32, bitcast=True) + magic
-    is_normal = magnitude >= ((127 + 1 - BIAS) << 23)
-    is_nan = magnitude > 0x7F800000
-    value = tl.where(is_normal, normal_value, lifted - magic)
-    value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    value = tl.where(is_nan, y, value)
+    """FP32 within +-max, or NaN -> uint8 codes, round to nearest even."""
     if HARDWARE:
         codes = y.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
+        MANTISSA: tl.constexpr = 2 if E5M2 else 3
+        BIAS: tl.constexpr = 15 if E5M2 else 7
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        bits = y.to(tl.int32, bitcast=True)
+        sign = bits & -0x80000000
+        magnitude = bits & 0x7FFFFFFF
+        # normal numbers: add half an ulp (and the parity bit for ties), cut; a carry runs into the exponent,
+        # as it should
+        rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
         normal_code = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
+        # subnormal numbers: adding a constant whose ulp is min_subnormal makes the FP32 adder do the rounding
+        MAGIC_BITS: tl.constexpr = (127 + (1 - BIAS - MANTISSA) + 23) << 23
+        magic = (tl.zeros_like(magnitude) + MAGIC_BITS).to(tl.float32, bitcast=True)
+        lifted = magnitude.to(tl.float32, bitcast=True) + magic
         subnormal_code = lifted.to(tl.int32, bitcast=True) - MAGIC_BITS
-        code = tl.where(is_normal, normal_code, subnormal_code)
-        codes = tl.where(is_nan, 0x7F, code | ((sign >> 24) & 0x80)).to(tl.uint8)
-    return codes, value
+        code = tl.where(magnitude >= ((127 + 1 - BIAS) << 23), normal_code, subnormal_code)
+        codes = tl.where(magnitude > 0x7F800000, 0x7F, code | ((sign >> 24) & 0x80)).to(tl.uint8)
+    return codes
 
 
 @jit

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from acceler8.formats import decode
-from acceler8.scaling import Granularity, expand_groups
+from acceler8.scaling import Granularity, multiply_groups
 
 
 class Quantized(NamedTuple):
@@ -24,4 +24,4 @@ class Quantized(NamedTuple):
     def dequantize(self, cols: int | None = None) -> Tensor:
         """FP32 [R, cols]; ``cols`` is the extent without filler (default: all)."""
         values = decode(self.codes)
-        return values.mul_(expand_groups(self.scale_inv, self.granularity, *values.shape))[:, :cols]
+        return multiply_groups(values, self.scale_inv, self.granularity, in_place=True)[:, :cols]

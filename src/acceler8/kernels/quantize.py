@@ -35,6 +35,7 @@ from acceler8.scaling import (
     compute_scale_e8m0,
     expand_groups,
     group_amax,
+    multiply_groups,
 )
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,9 +63,8 @@ def quantize_ref(
     else:
         scale, scale_inv = compute_scale(used, fmt, pow2=pow2, margin=margin)
     x_fp32 = x.float()
-    spread = expand_groups(scale, granularity, *x.shape)
     in_place = x_fp32 is not x and not statistics  # nobody else reads the copy: saves a pass over new memory
-    y = x_fp32.mul_(spread) if in_place else x_fp32 * spread
+    y = multiply_groups(x_fp32, scale, granularity, in_place=in_place)
     clamped = torch.clamp(y, -fmt.max, fmt.max, out=None if statistics else y)
     if not bool(own.isfinite().all()):
         clamped = torch.where(x.isfinite(), clamped, torch.nan)
@@ -78,15 +78,9 @@ def quantize_ref(
 
 def _contiguous_filled(codes: Tensor, multiple: int) -> Tensor:
     """Codes as a GEMM reads them: contiguous, rows filled with zeros to a multiple."""
-    raw = codes.view(torch.uint8)
-    cols = raw.shape[1]
-    if filler := -cols % multiple:
-        raw = F.pad(raw, (0, filler))
-    elif cols % 16 == 0 and not raw.is_contiguous() and raw.t().is_contiguous():
-        # torch transposes a 2-D tensor of bytes on one thread; as 16-wide slices it takes all (368 -> 230 us
-        # for 1024 x 512 on two cores, torch 2.13)
-        raw = raw.t().unflatten(0, (cols // 16, 16)).permute(2, 0, 1).reshape(raw.shape)
-    return raw.contiguous().view(codes.dtype)
+    if filler := -codes.shape[1] % multiple:
+        codes = F.pad(codes.view(torch.uint8), (0, filler)).view(codes.dtype)
+    return codes.contiguous()  # torch transposes a third faster with an FP8 dtype than with uint8
 
 
 def _cast_ref(
@@ -119,10 +113,12 @@ def _cast(
     amax: Tensor | None = None, staging: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     rows, cols, groups = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt), GRANULARITIES[granularity]
-    options: dict[str, Any] = {"pow2": pow2, "margin": margin, "amax": amax, "statistics": statistics}
-    if _triton.runs_on(x) and x.numel():
+    options: dict[str, Any] = {"pow2": pow2, "margin": margin, "amax": amax}
+    # Statistics come from the reference, on the tensor's own device: with its sums in the kernel, Triton 3.6 on an
+    # H200 gave sums and filler codes that differed from run to run, while the kernel without them was right.
+    if _triton.runs_on(x) and x.numel() and not statistics:
         return quantize_triton(x, rows, cols, groups, staging=staging, **options)
-    out = _cast_ref(x, rows, cols, groups, **options)
+    out = _cast_ref(x, rows, cols, groups, statistics=statistics, **options)
     if staging is not None:
         torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
     return out
@@ -224,12 +220,13 @@ def quantize(
         raise DtypeError(f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first")
     if rows is None and cols is None:
         raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
-    names = rows.name if rows else "", cols.name if cols else ""
+    names = rows.name if rows is not None else "", cols.name if cols is not None else ""
     if amax is not None or staging is not None:
         return _quantize_delayed(x, amax, staging, names, granularity, pow2, margin, statistics)
     out: list[Tensor] = torch.ops.acceler8.quantize.default(x, *names, granularity.name, pow2, margin, statistics)
-    as_rows = Quantized(out[0], out[1], granularity) if rows else None
-    as_cols = Quantized(out[2 * bool(rows)], out[2 * bool(rows) + 1], granularity) if cols else None
+    as_rows = Quantized(out[0], out[1], granularity) if rows is not None else None
+    behind = 0 if rows is None else 2  # not bool(rows): torch 2.11's Dynamo cannot trace it
+    as_cols = Quantized(out[behind], out[behind + 1], granularity) if cols is not None else None
     return as_rows, as_cols, out[-1] if statistics else None
 
 

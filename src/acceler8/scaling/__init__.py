@@ -14,6 +14,7 @@ from acceler8.scaling.granularity import (
     MX_1x32,
     expand_groups,
     group_amax,
+    multiply_groups,
 )
 from acceler8.scaling.scale import AMAX_FLOOR, compute_scale, compute_scale_e8m0
 
@@ -33,4 +34,5 @@ __all__ = [
     "compute_scale_e8m0",
     "expand_groups",
     "group_amax",
+    "multiply_groups",
 ]
