@@ -12,7 +12,8 @@ def test_prepare_keeps_parameters_and_no_sync_does_nothing() -> None:
     strategy = SingleProcess(torch.device("cpu"))
     model = nn.Linear(4, 4)
     before = [id(p) for p in model.parameters()]
-    assert strategy.prepare_model(model) is model
+    strategy.place(model)
+    assert strategy.wrap(model) is model
     assert [id(p) for p in model.parameters()] == before
     with strategy.no_sync(model):
         model(torch.ones(2, 4)).sum().backward()

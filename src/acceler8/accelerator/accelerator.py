@@ -30,13 +30,14 @@ from torch.utils.data import DataLoader
 
 from acceler8.accelerator.gradients import GradientState
 from acceler8.accelerator.loader import AcceleratedLoader
+from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
 from acceler8.conversion import Plan, convert, plan
 from acceler8.errors import RecipeError, unknown_name
-from acceler8.nn import find_state, state_of
+from acceler8.nn import find_states
 from acceler8.parallel import SingleProcess, Strategy
 from acceler8.recipes import Recipe, resolve
 from acceler8.scaling import StepClock
@@ -77,11 +78,11 @@ class Accelerator:
             raise RecipeError(f"gradient_accumulation_steps={gradient_accumulation_steps}; allowed: 1 or more")
         self.mixed_precision = mixed_precision
         self.recipe = resolve(recipe) if mixed_precision == "fp8" else None
-        self.backend, self.skip = backend, skip
+        self.backend, self.skip = backend, None if skip is None else tuple([skip] if isinstance(skip, str) else skip)
         self.gradients = GradientState(num_steps=gradient_accumulation_steps)
         self.clock = StepClock()
         self.strategy: Strategy = SingleProcess(_pick_device(device, cpu))
-        self.scaler = torch.amp.GradScaler(self.device.type) if mixed_precision == "fp16" else None
+        self.scaler = LossScaler(self.device.type) if mixed_precision == "fp16" else None
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
@@ -128,34 +129,49 @@ class Accelerator:
         made before or after its model is prepared holds the right Parameters either way. Anything else is returned
         unchanged. Preparing an object twice changes nothing.
         """
+        wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
-                self._prepare_model(obj)
-        prepared = [self._prepare_one(obj) for obj in objects]
+                wrapped[id(obj)] = self._prepare_model(obj)
+        prepared = [wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj) for obj in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def _prepare_model(self, model: nn.Module) -> None:
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
         if any(model is known for known in self._models):
-            return
-        self.strategy.prepare_model(model)
-        state = find_state(model)
-        if state is not None:  # converted by hand: its clock follows ours
+            return model
+        self.strategy.place(model)
+        for optimizer in self._optimizers:
+            _move_state(optimizer.optimizer)
+        states = find_states(model)
+        for state in states:  # converted by hand: its clock follows ours
             if state.clock is not self.clock:
                 self.clock.subscribe(state.clock.tick)
-        elif self.recipe is not None:
+        if not states and self.recipe is not None:
             made = plan(model, self.recipe, self.backend, skip=self.skip)
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
                 _log.info("%s: %s", made.model, note)
             convert(model, made, clock=self.clock)
+        elif states and self.recipe is not None:
+            _log.warning(
+                "%s was converted before prepare and keeps its own recipe (%s), not the Accelerator's",
+                type(model).__name__,
+                ", ".join(sorted({state.plan.recipe.name for state in states})),
+            )
         wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision])
+        model = self.strategy.wrap(model)
         self._models.append(model)
+        return model
 
     def _prepare_one(self, obj: Any) -> Any:
         if isinstance(obj, AcceleratedOptimizer | AcceleratedScheduler | AcceleratedLoader):
             return obj
         if isinstance(obj, Optimizer):
+            for known in self._optimizers:
+                if known.optimizer is obj:
+                    return known
+            _move_state(obj)
             self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler))
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
@@ -182,27 +198,24 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """One micro-batch. Inside, ``optimizer.step()`` and ``zero_grad()`` act only where a step completes.
 
-        Weight codes of FP8 layers are reused between the micro-batches of a step.
+        Weight codes of FP8 layers are reused between the micro-batches of a step, and only inside these blocks: what
+        runs between two of them casts the weights as they then are.
         """
         self.gradients.begin_micro_batch()
         targets = models or tuple(self._models)
-        if self.gradients.num_steps > 1:
-            self._set_windows(targets, open_them=True)
+        codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
             if not self.gradients.sync_gradients:
                 for model in targets:
                     stack.enter_context(self.strategy.no_sync(model))
             try:
+                if self.gradients.num_steps > 1:
+                    for c in codes:
+                        c.open()
                 yield
             finally:
-                if self.gradients.sync_gradients:
-                    self._set_windows(targets, open_them=False)
-
-    def _set_windows(self, models: Iterable[nn.Module], *, open_them: bool) -> None:
-        for model in models:
-            if find_state(model) is not None:
-                for codes in state_of(model).codes:
-                    codes.open() if open_them else codes.close()
+                for c in codes:
+                    c.close() if self.gradients.sync_gradients else c.pause()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward does not exchange gradients between processes."""
@@ -228,7 +241,7 @@ class Accelerator:
 
     def fp8_report(self) -> Fp8Report:
         """Which layers are FP8 and how far the run went; print it."""
-        states = [state for model in self._models if (state := find_state(model)) is not None]
+        states = [state for model in self._models for state in find_states(model)]
         return Fp8Report(
             mixed_precision=self.mixed_precision,
             plans=[state.plan for state in states],
@@ -239,6 +252,15 @@ class Accelerator:
         """``print`` in the main process only."""
         if self.is_main_process:
             print(*args, **kwargs)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to where its Parameters went: ``model.to`` moves these and not that."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and key != "step" and value.device != p.device:
+                    optimizer.state[p][key] = value.to(p.device)
 
 
 def _pick_device(device: torch.device | str | None, cpu: bool) -> torch.device:

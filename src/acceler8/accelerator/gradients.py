@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class LoaderPlace:
+    """Where one running loader stands."""
+
+    is_last: bool = False
 
 
 @dataclass
@@ -11,8 +20,23 @@ class GradientState:
 
     num_steps: int = 1
     sync_gradients: bool = True
-    end_of_dataloader: bool = False
     micro_batch: int = 0
+    _loaders: list[LoaderPlace] = field(default_factory=list)
+
+    @contextmanager
+    def loader(self) -> Iterator[LoaderPlace]:
+        """A loader runs inside. Of nested ones (an evaluation between training batches) the outermost counts."""
+        place = LoaderPlace()
+        self._loaders.append(place)
+        try:
+            yield place
+        finally:
+            self._loaders.remove(place)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """True while the last batch of the outermost running loader is used."""
+        return bool(self._loaders) and self._loaders[0].is_last
 
     def begin_micro_batch(self) -> None:
         """Advance, and decide whether this micro-batch completes a step: every ``num_steps``-th does, and the last."""

@@ -18,6 +18,7 @@ class AcceleratedLoader:
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, gradients: GradientState) -> None:
         self.loader, self.device, self.gradients = loader, device, gradients
+        self._resume_point: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:  # while being copied or unpickled
@@ -28,17 +29,38 @@ class AcceleratedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.gradients.end_of_dataloader = False
         batches = iter(self.loader)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        for following in batches:
-            yield self._to_device(batch)
-            batch = following
-        self.gradients.end_of_dataloader = True
-        yield self._to_device(batch)
+        with self.gradients.loader() as place:
+            self._remember()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            while True:
+                self._remember()  # where to resume once this batch is used: before the next is read
+                following = next(batches, self)
+                place.is_last = following is self
+                yield self._to_device(batch)
+                if following is self:
+                    return
+                batch = following
+
+    def _remember(self) -> None:
+        if hasattr(self.loader, "state_dict"):
+            self._resume_point = self.loader.state_dict()
+
+    def state_dict(self) -> Any:
+        """Where the loop stands: behind the batch that was given out last, not the one read ahead.
+
+        Raises: AttributeError if the wrapped loader has no state (torchdata's StatefulDataLoader has).
+        """
+        state_of: Any = self.loader.state_dict  # type: ignore[attr-defined]
+        return state_of() if self._resume_point is None else self._resume_point
+
+    def load_state_dict(self, state: Any) -> None:
+        """Resume the wrapped loader there."""
+        self._resume_point = None
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _to_device(self, batch: Any) -> Any:
         if hasattr(batch, "to") and not isinstance(batch, Tensor):  # transformers' BatchEncoding

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from acceler8.accelerator.gradients import GradientState
+from acceler8.accelerator.loss_scaler import LossScaler
+from acceler8.errors import RecipeError
 from acceler8.scaling import StepClock
 
 
@@ -20,11 +21,10 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: Optimizer,
         gradients: GradientState,
         clock: StepClock,
-        scaler: torch.amp.GradScaler | None,
+        scaler: LossScaler | None,
     ) -> None:
         self.optimizer, self.gradients, self.clock, self.scaler = optimizer, gradients, clock, scaler
         self.step_was_skipped = False
-        self.is_unscaled = False
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while being copied or unpickled
@@ -62,20 +62,19 @@ class AcceleratedOptimizer(Optimizer):
         if self.scaler is None:
             out = self.optimizer.step(closure)
             self.step_was_skipped = False
+        elif closure is not None:
+            raise RecipeError(
+                "optimizer.step got a closure under fp16, whose loss scaler cannot call it; use bf16 or fp8"
+            )
         else:
-            before = self.scaler.get_scale()
-            out = self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.step_was_skipped = self.scaler.get_scale() < before
-            self.is_unscaled = False
+            out, self.step_was_skipped = self.scaler.step(self.optimizer)
         self.clock.tick()
         return out
 
     def unscale(self) -> None:
         """Bring gradients back to their own units, once a step, before they are clipped or read (FP16 only)."""
-        if self.scaler is not None and not self.is_unscaled:
-            self.scaler.unscale_(self.optimizer)
-            self.is_unscaled = True
+        if self.scaler is not None:
+            self.scaler.unscale(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients where a window ends; inside one they keep adding up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,11 +22,18 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 class PreparedForward:
     """A model's forward under autocast, its floating outputs raised to FP32 (scripts call ``.numpy()`` on them).
 
-    An object, not a closure, so that a prepared model can be copied and pickled.
+    An object, not a closure, so that a prepared model can be copied and pickled. ``own`` is a forward that was set on
+    the instance before; without one the class's is asked at each call, for conversion and restoring change the class.
     """
 
-    def __init__(self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> None:
-        self.forward, self.device_type, self.dtype = forward, device_type, dtype
+    def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        self.model, self.device_type, self.dtype = model, device_type, dtype
+        self.own: Callable[..., Any] | None = model.__dict__.get("forward")
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What is wrapped."""
+        return self.own if self.own is not None else MethodType(type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward under autocast."""
@@ -41,10 +49,13 @@ def _raise_to_fp32(t: Tensor) -> Tensor:
 def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
     """Let ``model`` run under autocast to ``dtype``; a second call changes nothing."""
     if dtype is not None and not isinstance(model.__dict__.get("forward"), PreparedForward):
-        model.__dict__["forward"] = PreparedForward(model.forward, device_type, dtype)
+        model.__dict__["forward"] = PreparedForward(model, device_type, dtype)
 
 
 def unwrap_forward(model: nn.Module) -> None:
     """Undo ``wrap_forward``."""
-    if isinstance(model.__dict__.get("forward"), PreparedForward):
+    wrapper = model.__dict__.get("forward")
+    if isinstance(wrapper, PreparedForward):
         del model.__dict__["forward"]
+        if wrapper.own is not None:
+            model.__dict__["forward"] = wrapper.own

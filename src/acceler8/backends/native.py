@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from acceler8.errors import PlanError
-from acceler8.kernels import has_hardware_matmul
+from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
 from acceler8.nn import Fp8Linear, LayerState, ModelState
 from acceler8.recipes import DelayedScaling, Recipe
 from acceler8.scaling import AmaxState
@@ -50,17 +50,21 @@ class NativeBackend:
         return None
 
     def notes(self, recipe: Recipe, device: torch.device) -> list[str]:
-        """Says when products are emulated."""
+        """Says when products are emulated, or casts are slow."""
         gemms = [g for g in (recipe.fprop, recipe.dgrad, recipe.wgrad) if g.is_fp8]
+        notes = []
+        if device.type == "cuda" and not HAVE_TRITON:
+            notes.append("Triton is not installed: casts run in plain PyTorch, several times slower; install triton")
         if all(has_hardware_matmul(device, gemm.a.granularity) for gemm in gemms):
-            return []
+            return notes
         what = "the CPU" if device.type == "cpu" else f"{device.type} here"
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             what = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-        return [
+        notes.append(
             f"emulated: {what} has no {recipe.granularity} FP8 GEMM; same numerics, not faster, no GEMM memory saved"
-        ]
+        )
+        return notes
 
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
         """The layer rules of FP8 GEMMs and of class change."""

@@ -16,6 +16,12 @@ from acceler8.checkpoint.model import name_differences
 from acceler8.errors import CheckpointError
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that owns the state: a wrapper (``accelerator.prepare`` makes one) names it ``optimizer``."""
+    inner = optimizer.__dict__.get("optimizer")
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names in the place of numbers.
 
@@ -24,6 +30,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     holds.
     Raises: CheckpointError if a group holds a parameter that is not the model's.
     """
+    optimizer = unwrapped(optimizer)
     packed = optimizer.state_dict()
     names = group_names(model, optimizer)
     name_of = {
@@ -100,6 +107,7 @@ def load_named_state(
     would lose half their bits) and breaks strings; after it every value that is not as saved is put right, on
     the device that torch chose. A class with a ``load_state_dict`` of its own is trusted with it.
     """
+    optimizer = unwrapped(optimizer)
     state_dict = rebuild_state_dict(saved, model, optimizer, strict=strict)
     parameter_of = dict(model.named_parameters())
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -144,8 +145,13 @@ def window(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluate_in_fp8(model: nn.Module) -> Iterator[None]:
-    """Inside, layers in eval() mode compute in FP8 too, whatever their recipe's eval policy."""
+    """Inside, layers in eval() mode compute in FP8 too, whatever their recipe's eval policy.
+
+    PyTorch's fused inference path of ``nn.TransformerEncoderLayer``, which never calls its linears, is off inside.
+    """
     state_of(model)
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     layers: list[Fp8Linear] = [layer for _, layer in fp8_layers(model)]
     before = [layer._acceler8_layer.evaluates_in_fp8 for layer in layers]
     for layer in layers:
@@ -153,5 +159,6 @@ def evaluate_in_fp8(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
         for layer, was in zip(layers, before, strict=True):
             layer._acceler8_layer.evaluates_in_fp8 = was

@@ -20,7 +20,7 @@ from acceler8.kernels import Quantized, quantize
 from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
 
 StepFunction = Callable[[], Any]
-CHECKS = ("layers", "ties", "requires_grad", "dtypes", "codes", "optimizer", "moved and fresh")
+CHECKS = ("layers", "ties", "requires_grad", "dtypes", "codes", "optimizer", "moved and fresh", "called")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def verify(
     if optimizer is not None:
         checks["optimizer"] = lambda: _optimizer(model, optimizer)
     if step is not None:
-        checks["moved and fresh"] = lambda: _step(model, optimizer, step)
+        checks["moved and fresh"] = lambda: _step(model, optimizer, step, check_calls="called" not in ignore)
     for name in ignore:
         if name not in CHECKS:
             raise VerifyError(unknown_name("check", name, CHECKS))
@@ -206,7 +206,9 @@ def _optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], str]:
     return bad, f"{count} trainable parameters, each in one group"
 
 
-def _step(model: nn.Module, optimizer: Optimizer | None, step: StepFunction) -> tuple[list[str], str]:
+def _step(
+    model: nn.Module, optimizer: Optimizer | None, step: StepFunction, *, check_calls: bool
+) -> tuple[list[str], str]:
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     had_gradient: set[str] = set()
     handles = [
@@ -214,31 +216,40 @@ def _step(model: nn.Module, optimizer: Optimizer | None, step: StepFunction) -> 
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
+    rates = _Rates(optimizer)
+    if optimizer is not None:
+        handles.append(optimizer.register_step_pre_hook(rates))
     try:
         step()
     finally:
         for handle in handles:
             handle.remove()
-    held = {id(p): float(group["lr"]) for group in _groups(optimizer) for p in group["params"]}
+    held = rates.of
     bad, moved, rounded = [], 0, 0
     for name, p in model.named_parameters():
         if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
             continue
         if not torch.equal(p.detach(), before[name]):
             moved += 1
-        elif p.dtype is not torch.float32 and (optimizer is None or id(p) in held):
-            rounded += 1  # a step below half an ulp of every element, which 16 bits cannot show
+        elif id(p) in held or (optimizer is None and p.dtype is not torch.float32):
+            rounded += 1  # the optimizer holds this very tensor: its step was below half an ulp of every element
         else:
             bad.append(
                 f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
             )
     del before
-    stale, used = _codes_used(model, step)
+    stale, used, idle = _codes_used(model, step)
     bad += stale
+    if idle and check_calls:
+        bad.append(
+            f"{len(idle)} FP8 layers were not called in training mode by step(), such as {idle[0]!r}: the model"
+            " multiplies their weights without them, or does not use them; skip them in the plan, or pass"
+            " ignore=('called',)"
+        )
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
     covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
-    return bad, covered + (f", {rounded} of 16 bits had steps below their resolution" if rounded else "")
+    return bad, covered + (f", {rounded} had steps below their resolution" if rounded else "")
 
 
 class _NoteGradient:
@@ -252,19 +263,31 @@ class _NoteGradient:
             self.seen.add(self.name)
 
 
-def _groups(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    return [] if optimizer is None else optimizer.param_groups
+class _Rates:
+    """Step hook: the learning rate of each parameter as the step uses it (a scheduler may change it right after)."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self.of: dict[int, float] = {}
+        self(optimizer)
+
+    def __call__(self, optimizer: Optimizer | None, *args: Any) -> None:
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.of = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
 
 
-def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int]:
-    """Run ``step`` and compare each layer's first forward in it with one that casts the weight afresh."""
+def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int, list[str]]:
+    """Run ``step`` and compare each layer's first forward in it with one that casts the weight afresh.
+
+    ``(violations, layers compared, layers not called)``.
+    """
     bad: list[str] = []
     seen: set[str] = set()
-    handles = []
+    watched, handles = [], []
     for name, layer in fp8_layers(model):
         state = layer._acceler8_layer
         if not state.recipe.fprop.is_fp8 or type(state.codes) is not WeightCodes:
             continue  # no codes, or a sharding engine's, whose weight is not there to cast
+        watched.append(name)
         # before the user's own hooks, which may change the output
         handles.append(layer.register_forward_hook(_CompareOutput(name, seen, bad), prepend=True))
     try:
@@ -272,7 +295,7 @@ def _codes_used(model: nn.Module, step: StepFunction) -> tuple[list[str], int]:
     finally:
         for handle in handles:
             handle.remove()
-    return bad, len(seen)
+    return bad, len(seen), [name for name in watched if name not in seen]
 
 
 class _CompareOutput:

@@ -31,6 +31,10 @@ class WeightCodes:
         """Keep codes from now on."""
         self.is_open = True
 
+    def pause(self) -> None:
+        """Neither use nor keep codes until the window is opened again; those that are kept stay for then."""
+        self.is_open = False
+
     def close(self) -> None:
         """Drop codes and keep none."""
         self.is_open = False

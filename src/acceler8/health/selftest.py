@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def selftest(
 
     ``make_model()`` builds the model in the same state each time it is called and ``loss_of(model)`` returns
     a scalar loss; both or neither (then a small model of the library's own is used). ``device`` defaults to
-    the GPU if there is one. Nothing is left behind; random states are restored.
+    the GPU if there is one. Nothing is left behind; torch's random states are restored.
     Raises: VerifyError naming the check that failed and by how much.
     """
     if (make_model is None) != (loss_of is None):
@@ -99,7 +100,11 @@ def _casts(recipe: Recipe, device: torch.device) -> str:
                     f"casts: {counts} values saturated, underflowed, were not finite in a {operand} cast on {device},"
                     f" in the reference {expected}; Triton miscompiles the counts here: try another Triton version"
                 )
-            for got, want in zip(here[:2], there[:2], strict=True):
+            plain = quantize(x.to(device), *how, pow2=recipe.pow2_scales)  # without statistics: what training runs
+            pairs = list(zip(here[:2] + plain[:2], there[:2] * 2, strict=True))
+            if recipe.is_delayed:
+                pairs += zip(_delayed(x.to(device), how, recipe), _delayed(x, how, recipe), strict=True)
+            for got, want in pairs:
                 assert got is not None and want is not None
                 differ = (got.codes.view(torch.uint8).cpu() != want.codes.view(torch.uint8)).sum().item()
                 if differ or not torch.equal(got.scale_inv.cpu(), want.scale_inv):
@@ -109,6 +114,15 @@ def _casts(recipe: Recipe, device: torch.device) -> str:
                     )
                 codes += want.codes.numel()
     return f"{codes} codes equal the reference"
+
+
+def _delayed(x: Tensor, how: tuple[Any, Any, Any], recipe: Recipe) -> list[Quantized | None]:
+    """Casts with no history, with one, and with one that saturates."""
+    out: list[Quantized | None] = []
+    for known in (0.0, 3.0, 1e-3):
+        amax, staging = torch.tensor([known], device=x.device), torch.zeros(1, device=x.device)
+        out += quantize(x, *how, pow2=recipe.pow2_scales, margin=recipe.margin, amax=amax, staging=staging)[:2]
+    return out
 
 
 def _gemms(recipe: Recipe, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
@@ -13,6 +14,7 @@ from acceler8.kernels.scaled_matmul import (
 from acceler8.kernels.statistics import CastStatistics, read_statistics
 
 __all__ = [
+    "HAVE_TRITON",
     "CastStatistics",
     "Quantized",
     "amax_ref",

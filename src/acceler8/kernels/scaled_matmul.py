@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from acceler8.errors import DtypeError, HardwareError, ShapeError
+from acceler8.errors import DtypeError, ShapeError
 from acceler8.formats import decode
 from acceler8.kernels.quantize import Quantized, library
 from acceler8.scaling import (
@@ -30,7 +30,6 @@ from acceler8.scaling import (
     BLOCK_1x128,
     BLOCK_128x128,
     Granularity,
-    MX_1x32,
 )
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,20 +103,32 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _has_outer_scales(device: torch.device) -> bool:
+    """True if cuBLASLt itself takes row and block scales: Hopper with CUDA 12.9 on. Elsewhere torch has a CUTLASS
+    kernel for rows, which gives BF16 only, and nothing for blocks.
+    """
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return _capability(device)[0] == 9 and cuda >= (12, 9)
+
+
 def has_hardware_matmul(device: torch.device, granularity: Granularity) -> bool:
     """True if ``device`` multiplies FP8 operands of this granularity itself; else the product is emulated."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.cuda is None:  # a ROCm device calls itself cuda too: not tried yet
         return False
-    capability = _capability(device)
     if granularity in (TENSORWISE, ROWWISE):
-        return capability >= (8, 9)
-    return granularity in _BLOCKS and capability[0] == 9
+        return _capability(device) >= (8, 9)
+    return granularity in _BLOCKS and _has_outer_scales(device)
 
 
 def _scaled_matmul_cuda(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     if a.granularity.is_blockwise:
         y = _blockwise(a, b, out_dtype)
         return y if bias is None else y + bias.to(out_dtype)
+    if a.granularity is ROWWISE and out_dtype is not torch.bfloat16 and not _has_outer_scales(a.codes.device):
+        one = torch.ones((), device=a.codes.device)
+        y = torch._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        y = y.mul_(a.scale_inv).mul_(b.scale_inv.t())
+        return (y if bias is None else y.add_(bias.float())).to(out_dtype)
     # a bias rides along unless the result is FP32, which the GEMM itself refuses
     inside = bias is not None and out_dtype is not torch.float32
     y = torch._scaled_mm(
@@ -229,8 +240,6 @@ def scaled_matmul(
 
 
 __all__ = [
-    "HardwareError",
-    "MX_1x32",
     "check_operands",
     "has_hardware_matmul",
     "scaled_matmul",

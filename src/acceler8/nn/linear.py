@@ -46,6 +46,12 @@ class LayerState:
         x, w, dy = (AmaxSlot(self.amax, self.first_slot + i) for i in range(3))
         return LinearSlots(x, w, dy)
 
+    def codes_for(self, training: bool) -> WeightCodes | None:
+        """Where a forward finds and leaves weight codes: an evaluation inside a window casts the weight as it is (it
+        may be swapped for an average), unless a sharding engine brings the codes.
+        """
+        return self.codes if training or type(self.codes) is not WeightCodes else None
+
     def count_unmarked_call(self) -> None:
         """Delayed scaling without step boundaries silently is current scaling: say so, once."""
         if self.amax is None or self.clock.ticks:
@@ -86,7 +92,7 @@ class Fp8Linear(nn.Linear):
             self.bias,
             recipe=state.recipe,
             slots=slots,
-            codes=state.codes,
+            codes=state.codes_for(self.training),
             observer=state.observer,
         )
 
@@ -101,6 +107,9 @@ class Fp8Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._acceler8_layer.codes.drop()
         super()._load_from_state_dict(*args, **kwargs)
+        state = self._acceler8_layer
+        if state.amax is not None:  # load_state_dict(assign=True) may have brought the weight to another device
+            state.amax.to(self.weight.device)
 
     def requires_grad_(self, requires_grad: bool = True) -> Fp8Linear:
         """Change whether autograd records operations on the parameters; drops kept weight codes."""

@@ -102,16 +102,21 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {**columns, "steps": torch.tensor(amax.steps)}
 
 
-def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor], *, strict: bool = True) -> None:
     """Restore what ``fp8_state_dict`` gave.
 
-    An empty dict leaves the histories as they are (fresh ones: the first step then uses its own amax).
-    Raises: PlanError if layers or shapes do not fit the model's plan; nothing is changed then.
+    Raises: PlanError if layers or shapes do not fit the model's plan, or if ``state`` is empty and the model keeps
+        histories (``strict=False`` then leaves those as they are); nothing is changed then.
     """
     model_state = state_of(model)
     model_state.drop_codes()
     amax = model_state.amax
     if not state:
+        if amax is not None and strict:
+            raise PlanError(
+                "got no FP8 state for a model with amax histories: it would go on with fresh ones; load the state that"
+                " fp8_state_dict(model) gave, or pass strict=False"
+            )
         return
     if amax is None:
         raise PlanError("got FP8 state but the model's recipe keeps none; convert it with the recipe that was saved")

@@ -18,10 +18,12 @@ class Strategy(Protocol):
     process_index: int
     num_processes: int
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move or wrap a model. Called after conversion; a strategy that replaces Parameters says so by returning a
-        model whose ``parameters()`` differ, and the accelerator remaps optimizers.
-        """
+    def place(self, model: nn.Module) -> None:
+        """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
+        ...
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Put around a converted model what keeps replicas or shards in step; returns what the script then calls."""
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

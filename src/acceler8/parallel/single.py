@@ -19,9 +19,13 @@ class SingleProcess:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device; its Parameters stay the same objects."""
-        return model.to(self.device)
+    def place(self, model: nn.Module) -> None:
+        """Move the model to the device."""
+        model.to(self.device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Nothing to put around it."""
+        return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Nothing to hold back."""

@@ -4,9 +4,8 @@
 ``scale_inv`` is its reciprocal, which GEMMs multiply back in. Rules at the edges:
 
 - amax has a floor of 1e-12, so an all-zero group gives zeros and not 0 * inf;
-- a group whose amax is NaN or inf gets scale 1: its bad elements become NaN codes, in sight, and its good
-  ones keep finite codes. (Scale 0 or NaN would wipe out the whole group; keeping an old scale, as delayed
-  scaling in TransformerEngine does, freezes it for as long as the window is long.)
+- a group whose amax is NaN or inf gets scale 1: its bad elements become NaN codes, in sight. The group is lost for this
+  step (values far from 1 saturate or vanish beside the NaN), its neighbours are not, and no history remembers it;
 - divisions are correctly rounded FP32 on every device. ``number / tensor`` is not: torch turns it into
   ``reciprocal * number``, which rounds twice.
 

@@ -1,0 +1,54 @@
+"""FP16's loss scaler, for any number of optimizers that step together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LossScaler:
+    """``torch.amp.GradScaler`` whose scale changes between steps, not between two optimizers of one step.
+
+    ``GradScaler.update`` forgets which optimizers were unscaled and changes the scale; called behind the first of two
+    optimizers it makes the second step on gradients that are scaled by another number. So it is called before the next
+    backward.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._scaler = torch.amp.GradScaler(device_type)
+        self._has_stepped = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale; first the scale follows what the last step met."""
+        if self._has_stepped:
+            self._scaler.update()
+            self._has_stepped = False
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring this optimizer's gradients to their own units, once a step."""
+        if not self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> tuple[Any, bool]:
+        """Step unless a gradient is NaN or inf: ``(what the step returned, whether it was skipped)``. Synchronises."""
+        self.unscale(optimizer)
+        found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        was_skipped = any(bool(flag.item()) for flag in found.values())
+        out = self._scaler.step(optimizer)
+        self._has_stepped = True
+        return out, was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters, up to date."""
+        if self._has_stepped:
+            self._scaler.update()
+            self._has_stepped = False
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scale."""
+        self._scaler.load_state_dict(state)
