@@ -5,9 +5,8 @@
 #   make check                       format, lint, types, tests: what continuous integration runs
 #
 # Variables: K (pytest -k), ARGS (passed on to the demo or to pytest), PYTHON (the interpreter that makes .venv),
-# VENV (where it lies) and TORCH_INDEX: a package index to look for torch in beside pip's own. Plain pip's torch is
-# the CUDA build on Linux, which also runs without a GPU; on a machine without one,
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the far smaller CPU build.
+# VENV (where it lies) and TORCH_INDEX: a package index to look for torch in beside pip's own (default: PyTorch's CPU
+# builds on a machine without an NVIDIA GPU, where pip's own index would give the far larger CUDA build).
 
 SHELL := bash
 .DELETE_ON_ERROR:
@@ -28,6 +27,13 @@ FIND_PYTHON = for p in python3.13 python3.12 python3.11 python3 python; do \
 	done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
+# Where torch comes from: TORCH_INDEX if given; on a machine without an NVIDIA GPU whose pip would fetch the CUDA build
+# (known by the packages that it asks for, before any is fetched), PyTorch's index of CPU builds; else pip's own indexes.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_SOURCE = if [ -n "$(TORCH_INDEX)" ]; then echo "--extra-index-url $(TORCH_INDEX)"; \
+	elif ! nvidia-smi -L >/dev/null 2>&1 && $(PIP_INSTALL) --dry-run --report - torch 2>/dev/null | grep -q '"nvidia-'; \
+	then echo "--extra-index-url $(CPU_INDEX)"; fi
+
 .PHONY: all help demo test test-all check format lint types clean
 
 all: check
@@ -42,8 +48,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "found no Python >= 3.11 with venv and ensurepip; install one, or name it: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing torch and the pinned dependencies into $(VENV) (minutes, the first time)"
-	@nvidia-smi -L >/dev/null 2>&1 || test -n "$(TORCH_INDEX)" || echo "no NVIDIA GPU found; the TORCH_INDEX variable can name an index with torch's CPU build (see Makefile)"
-	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@$(PIP_INSTALL) $$($(TORCH_SOURCE)) torch
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@$(PY) -c 'import torch; print("torch", torch.__version__)'
 	@touch $@
