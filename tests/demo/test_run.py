@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from acceler8 import recipes
 from acceler8.checkpoint import is_checkpoint
@@ -232,6 +234,19 @@ def test_a_training_that_diverges_stops_with_the_step(wishes: dict[str, Any], tm
         pytest.raises(RunError, match=r"step \d of the bf16 training .*--lr below 1e\+30"),
     ):
         execute_run(folder, corpus, Recorder(), stop)
+
+
+def test_a_nan_in_an_fp8_layer_is_named_and_spares_the_weights(wishes: dict[str, Any]):
+    settings = resolve_settings(wishes)
+    fp8 = training.start_training(settings, "fp8")
+    weights = dict(fp8.model.named_parameters())
+    with torch.no_grad():
+        weights["layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    other = weights["layers.0.mlp.up_proj.weight"].detach().clone()
+    text = np.arange(5000, dtype=np.int64).astype(np.uint8)
+    with pytest.raises(RunError, match=r"layers\.1\.mlp\.up_proj: \d of \d+ values of its weight are NaN or inf"):
+        training._train_step(fp8, settings, text)
+    assert torch.equal(weights["layers.0.mlp.up_proj.weight"], other)
 
 
 def test_a_full_disk_stops_the_run_with_the_file(wishes: dict[str, Any], tmp_path: Path):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from acceler8 import checkpoint, fp8_state_dict, load_fp8_state_dict
+from acceler8 import checkpoint, fp8_state_dict, load_fp8_state_dict, record_statistics
 from acceler8.accelerator import Accelerator
 from acceler8.demo.interrupt import StopRequest
 from acceler8.demo.model import build_model, next_byte_loss
@@ -131,18 +131,20 @@ def _train_step(training: Training, settings: DemoSettings, text: Bytes) -> Reco
     windows = training_windows(text, seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(settings, step)
-    loss = next_byte_loss(training.model, windows.to(accelerator.device))
+    windows = windows.to(accelerator.device)
+    loss = next_byte_loss(training.model, windows)
     accelerator.backward(loss)
     grad_norm = accelerator.clip_grad_norm_(training.model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    training.step = step
     value, norm = loss.item(), float(grad_norm)
-    if not (math.isfinite(value) and math.isfinite(norm)):
+    if not (math.isfinite(value) and math.isfinite(norm)):  # before the step, which would spread it to every weight
         raise RunError(
             f"step {step} of the {training.precision} training has loss {value} and gradient norm {norm}, "
             f"which must be finite; start a new run with an --lr below {settings.lr}"
+            + _where_it_began(training, windows)
         )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    training.step = step
     elapsed = time.perf_counter() - started
     return {
         "precision": training.precision,
@@ -154,6 +156,16 @@ def _train_step(training: Training, settings: DemoSettings, text: Bytes) -> Reco
         "time_ms": round(elapsed * 1e3, 3),
         "tokens_per_s": round(settings.tokens_per_step / elapsed, 1),
     }
+
+
+def _where_it_began(training: Training, windows: Tensor) -> str:
+    """Run the step once more, recording its casts, and name the FP8 layers that met NaN or inf."""
+    if training.precision != "fp8":
+        return ""
+    with record_statistics(training.model) as statistics:
+        training.accelerator.backward(next_byte_loss(training.model, windows))
+    problems = statistics.problems()
+    return "; " + "; ".join(problems[:3]) if problems else "; no FP8 layer met NaN or inf: look outside of them"
 
 
 def _peak_memory(device: str, *, reset: bool) -> float:
