@@ -56,7 +56,7 @@ SIZES: Mapping[str, ModelSize] = {
         dim=64, layers=2, heads=4, kv_heads=2, ffn=176, steps=300, batch=8, seq=64, lr=3e-3, cpu_threads=1
     ),
     "small": ModelSize(
-        dim=128, layers=2, heads=4, kv_heads=2, ffn=352, steps=300, batch=8, seq=128, lr=1e-3, cpu_threads=1
+        dim=128, layers=2, heads=4, kv_heads=2, ffn=352, steps=250, batch=8, seq=128, lr=1e-3, cpu_threads=1
     ),
     "base": ModelSize(dim=512, layers=8, heads=8, kv_heads=4, ffn=1408, steps=400, batch=32, seq=512, lr=8e-4),
     "large": ModelSize(dim=2048, layers=8, heads=16, kv_heads=8, ffn=5632, steps=300, batch=8, seq=1024, lr=3e-4),
