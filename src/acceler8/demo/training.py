@@ -59,9 +59,7 @@ class Training:
 
 
 def learning_rate(settings: DemoSettings, step: int) -> float:
-    """Return the rate of ``step`` (from 1): linear warm-up over 5 % of the steps, then a cosine to almost
-    0.
-    """
+    """Return the rate of ``step`` (from 1): linear warm-up over 5 % of the steps, then a cosine to almost 0."""
     warm_up = max(1, settings.steps // 20)
     if step <= warm_up:
         return settings.lr * step / warm_up
@@ -98,8 +96,7 @@ def train(
     stop: StopRequest,
     on_step: Callable[[Record], None],
 ) -> None:
-    """Train from where ``training`` stands to the last step, with one line of metrics a step, and save the
-    end.
+    """Train from where ``training`` stands to the last step, with one line of metrics a step, and save the end.
 
     Raises: RunInterruptedError after saving, when a stop was asked for; RunError when the loss stops being a
     number, and when the disk fails.
@@ -115,17 +112,17 @@ def train(
             record["peak_mem_mib"] = _peak_memory(settings.device, reset=is_warm_up)
         folder.append_metrics(record)
         on_step(record)
-        if stop.is_requested or time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
+        must_stop = stop.is_requested  # read once: a signal after this waits for the next step, which saves first
+        if must_stop or time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
             save_training(training, settings, folder)
             saved_at = time.monotonic()
-        stop.check()
+        if must_stop:
+            stop.check()
     save_training(training, settings, folder)
 
 
 def _train_step(training: Training, settings: DemoSettings, text: Bytes) -> Record:
-    """Do one optimizer step and return its line of metrics; ``item`` waits for the device, so the time is
-    honest.
-    """
+    """Do one optimizer step and return its line of metrics; ``item`` waits for the device, so times are honest."""
     started = time.perf_counter()
     step = training.step + 1
     accelerator, optimizer = training.accelerator, training.optimizer
