@@ -1,10 +1,11 @@
 """One on-disk format for a training run: a folder, whole or absent, verified on reading, free of pickle.
 
-    checkpoint.json          what is inside: sizes, hashes, versions, ties, progress, configuration; written
-    last model.safetensors        the plain state_dict, which any safetensors reader opens fp8.safetensors
-    FP8 state beside it (amax histories); absent if there is none optimizer.json, .safetensors   optimizer
-    state under parameter names extra.json, .safetensors       schedulers, loaders and other objects with a
-    state_dict rng.json, .safetensors         random generators
+    checkpoint.json                  what is inside: sizes, hashes, versions, ties, progress, settings; written last
+    model.safetensors                the plain state_dict, which any safetensors reader opens
+    fp8.safetensors                  FP8 state beside it (amax histories); absent if there is none
+    optimizer.json, .safetensors     optimizer state under parameter names
+    extra.json, .safetensors         schedulers, loaders and other objects with a state_dict
+    rng.json, .safetensors           random generators
 
 Hashes cost one more read of each file and catch what a size cannot: a flipped bit, a file swapped in from
 another step.
