@@ -287,7 +287,8 @@ def test_prepared_objects_can_be_copied_and_prepared_again() -> None:
         ({"mixed_precision": "fp9"}, RecipeError, "did you mean 'fp8'"),
         ({"mixed_precision": "bf16", "recipe": "rowwise"}, RecipeError, "a recipe only with 'fp8'"),
         ({"mixed_precision": "fp8", "recipe": "rowise"}, RecipeError, "did you mean 'rowwise'"),
-        ({"mixed_precision": "no", "gradient_accumulation_steps": 0}, RecipeError, "1 or more"),
+        ({"mixed_precision": "no", "gradient_accumulation_steps": 0}, RecipeError, "an integer from 1"),
+        ({"mixed_precision": "no", "gradient_accumulation_steps": 2.5}, RecipeError, "an integer from 1"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed(arguments: dict, error: type, match: str) -> None:
@@ -454,3 +455,14 @@ def test_checkpoints_see_the_optimizer_behind_the_prepared_one(tmp_path) -> None
     model, optimizer = build(torch.optim.Adagrad)
     with pytest.raises(CheckpointError, match="RMSprop"):
         checkpoint.load(tmp_path / "c").restore(model=model, optimizer=optimizer)
+
+
+def test_an_attached_optimizer_that_is_prepared_marks_each_step_once() -> None:
+    model = acceler8.convert(TinyModel(), recipes.get("delayed"))
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    acceler8.attach(model, raw)
+    accelerator = Accelerator("fp8", cpu=True)
+    model, optimizer = accelerator.prepare(model, raw)
+    accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
+    optimizer.step()
+    assert state_of(model).clock.ticks == 1

@@ -424,3 +424,9 @@ def test_a_plan_changes_nothing():
     for name, module in model.named_modules():
         assert type(module) is before[name][0]
         assert dict(vars(module)) == before[name][1]
+
+
+def test_one_module_under_two_names_is_one_layer():
+    layer = torch.nn.Linear(32, 32)
+    plan = acceler8.plan(torch.nn.Sequential(layer, torch.nn.ReLU(), layer))
+    assert plan.fp8_names == ("0",)

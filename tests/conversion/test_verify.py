@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import acceler8
-from acceler8.errors import VerifyError
+from acceler8 import recipes
+from acceler8.errors import PlanError, VerifyError
 from tests.models import RECIPES, Mlp, batch, converted, outcome, train
 
 
@@ -347,3 +348,14 @@ def test_a_step_of_a_warm_up_is_no_violation(rate):
         )
     else:
         assert "below their resolution" in acceler8.verify(model, optimizer, step=step).checks["moved and fresh"]
+
+
+def test_delayed_scaling_without_step_boundaries_is_named():
+    model = acceler8.convert(Mlp(), recipes.get("delayed"))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(PlanError, match="holds no Parameter of the model"):
+        acceler8.attach(model, AdamW(Mlp().parameters()))
+    with pytest.raises(VerifyError, match="marked no step boundary"):
+        acceler8.verify(model, optimizer, step=stepper(model, optimizer))
+    acceler8.attach(model, optimizer)
+    acceler8.verify(model, optimizer, step=stepper(model, optimizer))

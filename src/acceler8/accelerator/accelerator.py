@@ -74,8 +74,10 @@ class Accelerator:
                 f"got recipe={recipe!r} with mixed_precision={mixed_precision!r}; allowed: a recipe only with 'fp8';"
                 " set mixed_precision='fp8' or leave the recipe out"
             )
-        if gradient_accumulation_steps < 1:
-            raise RecipeError(f"gradient_accumulation_steps={gradient_accumulation_steps}; allowed: 1 or more")
+        if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
+            raise RecipeError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r}; allowed: an integer from 1"
+            )
         self.mixed_precision = mixed_precision
         self.recipe = resolve(recipe) if mixed_precision == "fp8" else None
         self.backend, self.skip = backend, None if skip is None else tuple([skip] if isinstance(skip, str) else skip)
@@ -172,6 +174,7 @@ class Accelerator:
                 if known.optimizer is obj:
                     return known
             _move_state(obj)
+            self._take_over(obj)
             self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler))
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
@@ -179,6 +182,14 @@ class Accelerator:
         if isinstance(obj, DataLoader):
             return AcceleratedLoader(obj, self.device, self.gradients)
         return obj
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """From now on the prepared optimizer marks step boundaries; one hooked by ``attach`` would mark each twice."""
+        for model in self._models:
+            for state in find_states(model):
+                for attachment in list(state.attached):
+                    if getattr(attachment, "optimizer", lambda: None)() is optimizer:
+                        attachment.remove()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` with the loss divided by the micro-batches of a step (and scaled, under FP16)."""

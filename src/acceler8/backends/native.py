@@ -37,7 +37,7 @@ def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) ->
         module.__class__ = new
         return
     bases = tuple(new if base is old else base for base in cls.__bases__)
-    module.__class__ = type(f"FSDP{new.__name__}", bases, dict(cls.__dict__))
+    module.__class__ = type(cls.__name__.replace(old.__name__, new.__name__), bases, dict(cls.__dict__))
 
 
 class NativeBackend:

@@ -90,9 +90,12 @@ def attach(model: nn.Module, optimizer: Optimizer) -> Attachment:
     """Let ``optimizer.step()`` mark the step boundaries of a converted model.
 
     Returns a handle with ``remove()``. With several optimizers attach the one that steps last.
-    Raises: PlanError if the model is not converted, or this optimizer marks its steps already.
+    Raises: PlanError if the model is not converted, the optimizer is not this model's, or marks its steps already.
     """
     state = state_of(model)
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise PlanError("this optimizer holds no Parameter of the model; attach the one that steps this model")
     if any(isinstance(known, Attachment) and known.optimizer() is optimizer for known in state.attached):
         raise PlanError("this optimizer marks the model's steps already; call acceler8.attach once for it")
     return Attachment(state, optimizer)

@@ -145,7 +145,13 @@ def plan(
     patterns = (*recipe.skip, *_skip_patterns(skip))
     _check_patterns(patterns, [name for name, _ in model.named_modules()])
     heads = output_heads(model)
-    ties = {name: [n for n in names if n != name] for names in tied_names(model) for name in names}
+    owners = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+
+    def owner(parameter: str) -> int:
+        return owners[parameter.rpartition(".")[0]]
+
+    # one module under two names is one layer, not two that are tied
+    ties = {name: [n for n in names if owner(n) != owner(name)] for names in tied_names(model) for name in names}
     rows = []
     for name, module, weights in matrix_modules(model):
         reason = None
@@ -179,7 +185,8 @@ def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
         if any(first_match(name, (pattern,)) for name in names):
             continue
         last = {name.rpartition(".")[2] for name in names}
-        pool = names if "." in pattern else sorted(part for part in last if part and not part.isdigit())
+        parts = sorted(part for part in last if part and not part.isdigit())
+        pool = parts if parts and "." not in pattern else [name for name in names if name]
         near = difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")

@@ -217,6 +217,8 @@ def _step(
         if p.requires_grad
     ]
     rates = _Rates(optimizer)
+    clock = state_of(model).clock
+    ticks = clock.ticks
     if optimizer is not None:
         handles.append(optimizer.register_step_pre_hook(rates))
     try:
@@ -238,6 +240,11 @@ def _step(
                 f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
             )
     del before
+    if clock.ticks == ticks and state_of(model).amax is not None:
+        bad.append(
+            "step() marked no step boundary, so delayed scaling keeps no history: use Accelerator, or"
+            " acceler8.attach(model, optimizer), or call acceler8.step(model) behind each optimizer step"
+        )
     stale, used, idle = _codes_used(model, step)
     bad += stale
     if idle and check_calls:

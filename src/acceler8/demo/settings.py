@@ -183,6 +183,8 @@ def resolve_settings(asked: Mapping[str, Any]) -> DemoSettings:
     recipe = wishes.get("recipe", "rowwise")
     recipes.get(recipe)
     text = wishes.get("text", STANDARD_LIBRARY)
+    if text == "":
+        raise RunError("text='' is not allowed; it must be a file or folder; leave --text out for the standard library")
     defaults = SIZES[size]
     return DemoSettings(
         size=size,

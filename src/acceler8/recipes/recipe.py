@@ -125,8 +125,10 @@ class Recipe:
             raise RecipeError(unknown_name("eval policy", self.eval, ("high_precision", "fp8")))
         if not isinstance(self.pow2_scales, bool):
             raise RecipeError(f"pow2_scales={self.pow2_scales!r}; allowed: True, False")
-        if isinstance(self.skip, str) or not all(isinstance(s, str) for s in self.skip):
+        if isinstance(self.skip, str):
             raise RecipeError(f"skip={self.skip!r}; allowed: a tuple of layer names; write skip=({self.skip!r},)")
+        if not all(isinstance(s, str) for s in self.skip):
+            raise RecipeError(f"skip={self.skip!r}; allowed: a tuple of layer names, such as ('lm_head', 'layers.0.*')")
         object.__setattr__(self, "skip", tuple(self.skip))
         for gemm_name, roles in _GEMM_ROLES.items():
             gemm: Gemm = getattr(self, gemm_name)
@@ -208,6 +210,9 @@ class Recipe:
     def with_gemms(self, *, fprop: bool = True, dgrad: bool = True, wgrad: bool = True) -> Recipe:
         """A copy with the GEMMs given as False in high precision, on operands that are not quantised."""
         plain = Gemm(a=Operand(), b=Operand())
+        for name, on in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
+            if not isinstance(on, bool):
+                raise RecipeError(f"{name}={on!r}; allowed: True, False")
         off = {n: plain for n, on in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)) if not on}
         return self.replace(**off)
 
