@@ -457,12 +457,18 @@ def test_checkpoints_see_the_optimizer_behind_the_prepared_one(tmp_path) -> None
         checkpoint.load(tmp_path / "c").restore(model=model, optimizer=optimizer)
 
 
-def test_an_attached_optimizer_that_is_prepared_marks_each_step_once() -> None:
+@pytest.mark.parametrize("order", ["together", "optimizer first", "model first"])
+def test_an_attached_optimizer_that_is_prepared_marks_each_step_once(order: str) -> None:
     model = acceler8.convert(TinyModel(), recipes.get("delayed"))
     raw = torch.optim.SGD(model.parameters(), lr=0.1)
     acceler8.attach(model, raw)
     accelerator = Accelerator("fp8", cpu=True)
-    model, optimizer = accelerator.prepare(model, raw)
+    if order == "together":
+        model, optimizer = accelerator.prepare(model, raw)
+    elif order == "optimizer first":
+        optimizer, model = accelerator.prepare(raw), accelerator.prepare(model)
+    else:
+        model, optimizer = accelerator.prepare(model), accelerator.prepare(raw)
     accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
     optimizer.step()
     assert state_of(model).clock.ticks == 1

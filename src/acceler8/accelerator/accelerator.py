@@ -35,7 +35,7 @@ from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
-from acceler8.conversion import Plan, convert, plan
+from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import SingleProcess, Strategy
@@ -164,6 +164,7 @@ class Accelerator:
         wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision])
         model = self.strategy.wrap(model)
         self._models.append(model)
+        self._take_over_attachments()
         return model
 
     def _prepare_one(self, obj: Any) -> Any:
@@ -174,8 +175,8 @@ class Accelerator:
                 if known.optimizer is obj:
                     return known
             _move_state(obj)
-            self._take_over(obj)
             self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler))
+            self._take_over_attachments()
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
             return AcceleratedScheduler(obj, self.gradients, self._optimizers)
@@ -183,13 +184,13 @@ class Accelerator:
             return AcceleratedLoader(obj, self.device, self.gradients)
         return obj
 
-    def _take_over(self, optimizer: Optimizer) -> None:
-        """From now on the prepared optimizer marks step boundaries; one hooked by ``attach`` would mark each twice."""
-        for model in self._models:
-            for state in find_states(model):
-                for attachment in list(state.attached):
-                    if getattr(attachment, "optimizer", lambda: None)() is optimizer:
-                        attachment.remove()
+    def _take_over_attachments(self) -> None:
+        """A prepared optimizer marks step boundaries itself; hooked by ``attach`` too it would mark each twice."""
+        prepared = [optimizer.optimizer for optimizer in self._optimizers]
+        for state in (state for model in self._models for state in find_states(model)):
+            for attachment in [a for a in state.attached if isinstance(a, Attachment)]:
+                if any(attachment.optimizer() is known for known in prepared):
+                    attachment.remove()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` with the loss divided by the micro-batches of a step (and scaled, under FP16)."""
@@ -214,15 +215,16 @@ class Accelerator:
         """
         self.gradients.begin_micro_batch()
         targets = models or tuple(self._models)
-        codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
+        codes = []
+        if self.gradients.num_steps > 1:
+            codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
             if not self.gradients.sync_gradients:
                 for model in targets:
                     stack.enter_context(self.strategy.no_sync(model))
             try:
-                if self.gradients.num_steps > 1:
-                    for c in codes:
-                        c.open()
+                for c in codes:
+                    c.open()
                 yield
             finally:
                 for c in codes:

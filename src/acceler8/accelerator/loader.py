@@ -31,7 +31,6 @@ class AcceleratedLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
         with self.gradients.loader() as place:
-            self._remember()
             try:
                 batch = next(batches)
             except StopIteration:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
+from acceler8.conversion.convert import Attachment, attach, convert, evaluate_in_fp8, restore, step, window
 from acceler8.conversion.plan import Plan, PlanRow, plan
 from acceler8.conversion.verify import VerifyReport, verify
 
 __all__ = [
+    "Attachment",
     "Plan",
     "PlanRow",
     "VerifyReport",

@@ -115,7 +115,8 @@ def _cast(
     rows, cols, groups = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt), GRANULARITIES[granularity]
     options: dict[str, Any] = {"pow2": pow2, "margin": margin, "amax": amax}
     # Statistics come from the reference, on the tensor's own device: with its sums in the kernel, Triton 3.6 on an
-    # H200 gave sums and filler codes that differed from run to run, while the kernel without them was right.
+    # H200 gave sums and filler codes that differed from run to run; without them the kernel gave the reference's
+    # codes wherever it was compared.
     if _triton.runs_on(x) and x.numel() and not statistics:
         return quantize_triton(x, rows, cols, groups, staging=staging, **options)
     out = _cast_ref(x, rows, cols, groups, statistics=statistics, **options)
