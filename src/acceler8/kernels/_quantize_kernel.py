@@ -11,6 +11,7 @@ from acceler8.kernels._triton import (
     LAUNCH_OPTIONS,
     TILE,
     as_fp32,
+    hidden,
     jit,
     magnitude_bits,
     round_to_format,
@@ -114,6 +115,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # a filled width ends in the tile in which the unfilled one does, so tiles of x cover the codes as well
     rows, cols = tile_offsets(row_count, col_count, TILE)
+    row_count, col_count = hidden(row_count, TILE), hidden(col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = as_fp32(tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0))
     if DELAYED:

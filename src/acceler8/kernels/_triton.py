@@ -77,6 +77,18 @@ def tile_offsets(row_count, col_count, TILE: tl.constexpr):  # type: ignore[no-u
 
 
 @jit
+def hidden(count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``count``, but not as a constant, though Triton specialises on an argument that is 1.
+
+    With a constant bound the elements outside it are constants as well. ptxas (seen in 12.8 and 12.9, which
+    Triton 3.6 and 3.9 bring) then shares the FP8 conversion of equal pairs and merges the codes with bits of
+    another register: codes outside the bound come out as garbage. The grid has one dimension, so nothing is
+    added.
+    """
+    return count + tl.program_id(1) * TILE
+
+
+@jit
 def as_fp32(x):  # type: ignore[no-untyped-def]
     """``x`` (bf16, fp16 or fp32) in FP32, exact."""
     if _INTERPRETED and x.dtype == tl.bfloat16:  # whose cast of denormals is off by up to a binade there
