@@ -22,6 +22,10 @@ class RecipeError(Acceler8Error, ValueError):
     """A recipe, format or granularity is unknown or contradicts itself."""
 
 
+class ConfigError(Acceler8Error, ValueError):
+    """A setting is unknown, has a value that is not allowed, or contradicts another; the message names where."""
+
+
 class PlanError(Acceler8Error, ValueError):
     """A plan does not fit the model that it is applied to, or a model cannot be planned."""
 

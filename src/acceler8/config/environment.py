@@ -1,0 +1,94 @@
+"""The environment route: ``ACCELERATE_*`` and ``FSDP_*`` variables, read and written.
+
+A launcher hands its effective configuration to its workers this way. So that a worker can still tell who won,
+``ACCELER8_CONFIG_SOURCES`` (JSON) names the source of each value that came from a flag or a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from acceler8.config.kinds import Bool
+from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
+from acceler8.config.sources import Effective, Layer, Rank, Source
+from acceler8.errors import ConfigError
+
+SOURCES = "ACCELER8_CONFIG_SOURCES"
+# Accelerate's switches for an engine; the engine itself is one setting here
+_ENGINES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+_GEMMS = "fp8_config.override_linear_precision"
+
+
+def current_environment() -> Mapping[str, str]:
+    """The environment of this process; the only place that reads it for the configuration."""
+    return os.environ
+
+
+def read_environment(environ: Mapping[str, str]) -> Layer:
+    """The settings that variables give. Raises ConfigError naming the variable."""
+    layer = Layer()
+    origins = _origins(environ)
+    for name in sorted(set(environ) & set(DEAD_ENV)):
+        entry = DEAD_ENV[name]
+        layer.notes.append(f"{name} is read as {entry.setting.env[0]}, its name elsewhere")
+        layer.put(entry.path, environ[name], _source(entry, name, origins))
+    for name, engine in _ENGINES.items():
+        if name in environ and _is_on(environ[name], name):
+            layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins))
+    for name, entry in BY_ENV.items():
+        if name in environ and entry.path != _GEMMS:
+            layer.put(entry.path, environ[name], _source(entry, name, origins))
+    _read_gemms(environ, layer, origins)
+    return layer
+
+
+def write_environment(effective: Effective) -> dict[str, str]:
+    """The variables from which ``read_environment`` makes the same values, with their sources."""
+    written: dict[str, str] = {}
+    origins = {}
+    for path, value in effective.values.items():
+        setting = ENTRIES[path].setting
+        if path == _GEMMS:
+            written |= {name: Bool().text(part) for name, part in zip(setting.env, value.value, strict=True)}
+        else:
+            written[setting.env[0]] = setting.kind.text(value.value)
+        origins[path] = [value.source.rank.name, value.source.where]
+    for name, engine in _ENGINES.items():
+        if effective["distributed_type"] == engine:
+            written[name] = "true"
+    if origins:
+        written[SOURCES] = json.dumps(origins)
+    return written
+
+
+def _read_gemms(environ: Mapping[str, str], layer: Layer, origins: Mapping[str, Source]) -> None:
+    """Three variables make one value; those that are not there are false."""
+    entry = ENTRIES[_GEMMS]
+    names = [name for name in entry.setting.env if environ.get(name, "").strip()]
+    if names:
+        parts = [_is_on(environ[name], name) if name in names else False for name in entry.setting.env]
+        layer.put(_GEMMS, parts, _source(entry, ", ".join(names), origins))
+
+
+def _is_on(text: str, name: str) -> bool:
+    try:
+        return Bool().parse(text or "false")
+    except ValueError:
+        raise ConfigError(f"{name}: got {text!r}; allowed: {Bool().allowed}") from None
+
+
+def _source(entry: Entry, name: str, origins: Mapping[str, Source]) -> Source:
+    return origins.get(entry.path, Source(Rank.ENVIRONMENT, name))
+
+
+def _origins(environ: Mapping[str, str]) -> dict[str, Source]:
+    """What the launcher said about each value. An unreadable message is an error: it would name the wrong winner."""
+    text = environ.get(SOURCES, "")
+    if not text:
+        return {}
+    try:
+        return {str(path): Source(Rank[rank], str(where)) for path, (rank, where) in json.loads(text).items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"{SOURCES}: got {text[:80]!r}; allowed: what acceler8 launch writes; unset it") from None

@@ -1,0 +1,67 @@
+"""A setting: the one description from which its field, variable, YAML key, flag and question are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from acceler8.config.kinds import NOTHING, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Metadata of one field of the schema. Stands in the field's annotation, reads and checks its values there."""
+
+    kind: Kind
+    help: str
+    """One line: what it does, with its unit if it has one."""
+    env: tuple[str, ...]
+    """The variable; for three booleans three variables, one each."""
+    flags: tuple[str, ...]
+    """Names of the flag without dashes, the first the usual one; ``-`` and ``_`` are the same in them."""
+    ask: str | None = None
+    """The wizard's question; None: not asked."""
+    backends: tuple[str, ...] = ()
+    """FP8 backends that use it; empty: whichever."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Default of each backend where it differs from the field's own."""
+    aliases: tuple[str, ...] = ()
+    """Other YAML keys (and, after ACCELERATE_FP8_, variables) that Accelerate writes and then does not read."""
+    unit: str | None = None
+    is_bare: bool = False
+    """True if the flag may stand without a value, which then is true."""
+
+    def parse(self, raw: Any) -> Any:
+        """The value that any route's ``raw`` spells; None for nothing. Raises ValueError saying what is allowed."""
+        if raw is None or (isinstance(raw, str) and raw.strip().lower() in NOTHING and not self._is_word(raw)):
+            return None
+        try:
+            return self.kind.parse(raw)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise ValueError(f"got {_shown(raw)}; allowed: {self.kind.allowed}") from None
+
+    def _is_word(self, raw: str) -> bool:
+        """True if ``raw`` spells nothing elsewhere and is a value here, as ``none`` is for an offload device."""
+        return raw.strip().lower() in getattr(self.kind, "words", ())
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let pydantic read values as every route does."""
+        return core_schema.no_info_before_validator_function(self.parse, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Describe the field in the JSON schema that editors read."""
+        described = dict(handler(schema))
+        described["description"] = self.help
+        described["x-environment"] = list(self.env)
+        described["x-flag"] = f"--{self.flags[0]}" if self.flags else None
+        return described
+
+
+def _shown(raw: Any) -> str:
+    """``raw`` for a message, on one line and not too long."""
+    text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:76]}..."

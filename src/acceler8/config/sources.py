@@ -1,0 +1,113 @@
+"""Layers of values, one a source, and the effective values that come of them.
+
+Precedence, highest first: code, flag, environment, YAML, default. Every effective value keeps the source that won.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+from acceler8.config.registry import ENTRIES
+from acceler8.config.schema import Config
+
+
+class Rank(IntEnum):
+    """Which source wins: the higher one."""
+
+    DEFAULT = 0
+    YAML = 1
+    ENVIRONMENT = 2
+    FLAG = 3
+    CODE = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value comes from: its rank, and the place in words (``--fp8_margin``, ``run.yaml:7``)."""
+
+    rank: Rank
+    where: str
+
+    def __str__(self) -> str:
+        kind = self.rank.name.lower()
+        return kind if self.where == kind else f"{kind} {self.where}"
+
+
+DEFAULT = Source(Rank.DEFAULT, "default")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A checked value and its source."""
+
+    value: Any
+    source: Source
+
+
+@dataclass
+class Layer:
+    """What one route gives: checked values by path, and notes for the user."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, path: str, raw: Any, source: Source) -> None:
+        """Check and take a raw value; one that spells nothing leaves the setting as it is. Raises ConfigError."""
+        value = ENTRIES[path].parse(raw, source.where)
+        if value is None:
+            return
+        if path == "fp8_config.opt_level" and str(getattr(raw, "value", raw)).strip().upper() != value:
+            self.notes.append(f"{source.where}: opt_level {raw!r} is read as {value}")
+        self.values[path] = Value(value, source)
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The values that hold, each with its source, and what the user should know about them."""
+
+    values: Mapping[str, Value]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, path: str) -> Any:
+        """The value at ``path``; None if no source gave one."""
+        found = self.values.get(path)
+        return found.value if found else None
+
+    def source(self, path: str) -> Source:
+        """Who gave the value at ``path``."""
+        found = self.values.get(path)
+        return found.source if found else DEFAULT
+
+    def given(self, section: str | None = None) -> dict[str, Any]:
+        """Values that some source gave, by path; of one section (``""``: the top level) or of all."""
+        return {
+            path: value.value
+            for path, value in self.values.items()
+            if section is None or ENTRIES[path].section == section
+        }
+
+    @property
+    def config(self) -> Config:
+        """The values as the schema's model."""
+        nested: dict[str, Any] = {}
+        for path, value in self.given().items():
+            entry = ENTRIES[path]
+            (nested.setdefault(entry.section, {}) if entry.section else nested)[entry.key] = value
+        return Config(**nested)
+
+
+def merge(layers: Iterable[Layer]) -> Effective:
+    """The effective values of several layers: for each setting the one of highest rank, the later at equal rank."""
+    values: dict[str, Value] = {}
+    notes: list[str] = []
+    for layer in layers:
+        notes += [note for note in layer.notes if note not in notes]
+        for path, value in layer.values.items():
+            if path not in values or value.source.rank >= values[path].source.rank:
+                values[path] = value
+    ordered = {path: values[path] for path in ENTRIES if path in values}
+    return Effective(MappingProxyType(ordered), tuple(notes))
