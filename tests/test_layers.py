@@ -164,7 +164,7 @@ ALLOWED = [
         "from acceler8.formats import E4M3\nfrom . import clock\nfrom ..errors import X",
     ),
     (upward_imports, "checkpoint/__init__.py", "from .store import save\nfrom acceler8 import __version__"),
-    (upward_imports, "config/a.py", "from acceler8.accelerator import Accelerator"),
+    (upward_imports, "accelerator/a.py", "from acceler8.config import merge"),
     (upward_imports, "demo/a.py", "import acceler8\nfrom acceler8 import Accelerator"),
     (upward_imports, "__init__.py", "from acceler8.cli import main"),
     (vendor_imports, "nn/a.py", "def f():\n    import transformers"),
