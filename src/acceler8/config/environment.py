@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
+from acceler8.config.setting import shown
 from acceler8.config.sources import Effective, Layer, Rank, Source
 from acceler8.errors import ConfigError
 
@@ -32,11 +33,15 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
     origins = _origins(environ)
     for name in sorted(set(environ) & set(DEAD_ENV)):
         entry = DEAD_ENV[name]
+        if environ.get(entry.setting.env[0], "").strip():
+            continue  # the launcher of Accelerate writes both; this one is the one that is read there too
         layer.notes.append(f"{name} is read as {entry.setting.env[0]}, its name elsewhere")
         layer.put(entry.path, environ[name], _source(entry, name, origins))
-    for name, engine in _ENGINES.items():
-        if name in environ and _is_on(environ[name], name):
-            layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins))
+    engines = {name: engine for name, engine in _ENGINES.items() if name in environ and _is_on(environ[name], name)}
+    if len(engines) > 1:
+        raise ConfigError(f"{' and '.join(engines)}: got true for both; allowed: one engine; unset one of them")
+    for name, engine in engines.items():
+        layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins))
     for name, entry in BY_ENV.items():
         if name in environ and entry.path != _GEMMS:
             layer.put(entry.path, environ[name], _source(entry, name, origins))
@@ -76,7 +81,7 @@ def _is_on(text: str, name: str) -> bool:
     try:
         return Bool().parse(text or "false")
     except ValueError:
-        raise ConfigError(f"{name}: got {text!r}; allowed: {Bool().allowed}") from None
+        raise ConfigError(f"{name}: got {shown(text)}; allowed: {Bool().allowed}") from None
 
 
 def _source(entry: Entry, name: str, origins: Mapping[str, Source]) -> Source:
@@ -90,5 +95,5 @@ def _origins(environ: Mapping[str, str]) -> dict[str, Source]:
         return {}
     try:
         return {str(path): Source(Rank[rank], str(where)) for path, (rank, where) in json.loads(text).items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{SOURCES}: got {text[:80]!r}; allowed: what acceler8 launch writes; unset it") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_FLAG, ENTRIES, Entry
+from acceler8.config.setting import shown, shown_name
 from acceler8.config.sources import Effective, Layer, Rank, Source
 from acceler8.errors import ConfigError, unknown_name
 
@@ -55,27 +56,41 @@ def _one_flag(
 ) -> None:
     spelled, equals, inline = word.partition("=")
     name = spelled.lstrip("-").replace("-", "_")
-    where = f"--{name}"
-    if name in switches or (name in _ENGINES and not equals):
-        if name in _ENGINES:
-            parsed.layer.put("distributed_type", _ENGINES[name], Source(Rank.FLAG, where))
-        else:
-            parsed.others[name] = Bool().parse(inline) if equals else True
+    where = f"--{shown_name(name)}"
+    if name in switches or name in _ENGINES:
+        is_on = _is_on(inline, where) if equals else True
+        if name in switches:
+            parsed.others[name] = is_on
+        elif is_on:
+            _put_once(ENTRIES["distributed_type"], _ENGINES[name], where, parsed.layer)
         return
     entry = BY_FLAG.get(name)
     if entry is None and name not in options:
         known = [*BY_FLAG, *_ENGINES, *switches, *options]
-        raise ConfigError(f"command line: {unknown_name('flag', spelled, [f'--{k}' for k in known])}")
+        raise ConfigError(f"command line: {unknown_name('flag', shown_name(spelled), [f'--{k}' for k in known])}")
     if not spelled.startswith("--"):
-        raise ConfigError(f"command line: got {spelled}; allowed: two dashes before a name; write --{name}")
+        raise ConfigError(f"command line: got {shown_name(spelled)}; allowed: two dashes before a name; write --{name}")
     value = inline if equals else _next_value(entry, words, where)
     if entry is None:
         parsed.others[name] = value
         return
-    if entry.path in parsed.layer.values and parsed.layer.values[entry.path].value != entry.parse(value, where):
-        earlier = parsed.layer.values[entry.path].source.where
-        raise ConfigError(f"{where}: {entry.path} got a second, different value (first: {earlier}); give it once")
-    parsed.layer.put(entry.path, value, Source(Rank.FLAG, where))
+    _put_once(entry, value, where, parsed.layer)
+
+
+def _put_once(entry: Entry, value: str, where: str, layer: Layer) -> None:
+    first = layer.values.get(entry.path)
+    if first and first.value != entry.parse(value, where):
+        raise ConfigError(
+            f"{where}: {entry.path} got a second, different value (first: {first.source.where}); give it once"
+        )
+    layer.put(entry.path, value, Source(Rank.FLAG, where))
+
+
+def _is_on(text: str, where: str) -> bool:
+    try:
+        return Bool().parse(text)
+    except ValueError:
+        raise ConfigError(f"{where}: got {shown(text)}; allowed: {Bool().allowed}") from None
 
 
 def _next_value(entry: Entry | None, words: list[str], where: str) -> str:

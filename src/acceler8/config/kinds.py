@@ -6,8 +6,10 @@ objects. ``parse`` takes them all, so that a value that one route accepts is acc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,10 +37,15 @@ class Kind(Protocol):
 
 
 def _checked_text(raw: Any) -> str:
-    """Text without the characters that would end a line or an environment value early."""
+    """Text without the characters that would end a line or an environment value early, which UTF-8 can hold."""
     if not isinstance(raw, str) or any(c in raw for c in "\n\r\0"):
         raise ValueError
+    raw.encode()  # UnicodeEncodeError is a ValueError
     return raw
+
+
+# A leading zero is octal to some readers and decimal to others: refused, so that every route means the same.
+_DECIMAL = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Int:
     def parse(self, raw: Any) -> int:
         """Integers and their decimal text; no booleans, no fractions."""
         if isinstance(raw, str):
-            raw = int(raw.strip()) if raw.strip().isascii() and len(raw) < 20 else None
+            raw = int(raw) if _DECIMAL.fullmatch(raw.strip()) and len(raw) < 20 else None
         if type(raw) is not int:
             raise ValueError
         if (self.least is not None and raw < self.least) or (self.most is not None and raw > self.most):
@@ -104,6 +111,8 @@ class Number:
     def parse(self, raw: Any) -> float:
         """Numbers and their text; no booleans."""
         if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+            raise ValueError
+        if isinstance(raw, str) and not raw.isascii():
             raise ValueError
         value = float(raw)
         if not math.isfinite(value) or value < self.least:
@@ -168,7 +177,7 @@ class Names:
     def parse(self, raw: Any) -> tuple[str, ...]:
         """A list or tuple of names, or one text with commas (and brackets, if you like)."""
         if isinstance(raw, str):
-            raw = [part.strip().strip("'\"") for part in raw.strip().strip("()[]").split(",")]
+            raw = _split(raw.strip())
         if not isinstance(raw, list | tuple):
             raise ValueError
         names = [_checked_text(name).strip() for name in raw]
@@ -177,8 +186,21 @@ class Names:
         return tuple(name for name in names if name)
 
     def text(self, value: tuple[str, ...]) -> str:
-        """Names with commas."""
-        return ",".join(value)
+        """Names with commas; as a JSON list where commas alone would read back as something else."""
+        plain = ",".join(value)
+        is_safe = plain.lower() not in NOTHING and self.parse(plain) == value
+        return plain if is_safe else json.dumps(list(value))
+
+
+def _split(text: str) -> Any:
+    """The names in ``text``: a JSON list, or parts between commas, in brackets or not."""
+    if text.startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    inner = text[1:-1]
+    if text[:1] + text[-1:] in ("()", "[]") and not set("()[]") & set(inner):
+        text = inner  # the brackets are not those of a glob, such as [ab]*,*[cd]
+    return [part.strip().strip("'\"") for part in text.split(",")]
 
 
 @dataclass(frozen=True)

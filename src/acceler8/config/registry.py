@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from acceler8.config.schema import Config, Section
-from acceler8.config.setting import Setting
+from acceler8.config.setting import Setting, shown_name
 from acceler8.errors import ConfigError, unknown_name
 
 
@@ -71,4 +71,4 @@ def find(section: str, key: str, where: str) -> tuple[Entry, bool]:
         if key in entry.setting.aliases or (entry.is_fp8 and key == f"fp8_{entry.key}"):
             return entry, True
     known = [*entries, *(SECTIONS if not section else ())]
-    raise ConfigError(f"{where}: {unknown_name(f'key of {section}' if section else 'key', key, known)}")
+    raise ConfigError(f"{where}: {unknown_name(f'key of {section}' if section else 'key', shown_name(key), known)}")

@@ -214,7 +214,7 @@ class Fp8Config(Section):
         _fp8(
             "opt_level",
             kind=Choice(("O1", "O2", "O3"), tuple((f"{zero}{n}", f"O{n}") for n in "123" for zero in ("0", ""))),
-            help="O1: FP8 gradients. O2: and optimizer states. O3: and weights.",
+            help="Levels of MS-AMP. O1: FP8 gradients. O2: and optimizer states. O3: and weights.",
             ask="Which level?",
             defaults={"MSAMP": "O2"},
             aliases=("optimization_level",),
@@ -237,6 +237,7 @@ class FsdpConfig(Section):
             "sharding_strategy",
             kind=Choice(SHARDING_STRATEGIES, tuple((str(i), w) for i, w in enumerate(SHARDING_STRATEGIES, 1))),
             help="FSDP 1: what is sharded.",
+            ask="What is sharded?",
         ),
     ] = None
     fsdp_reshard_after_forward: A[
@@ -276,7 +277,13 @@ class FsdpConfig(Section):
     ] = None
     fsdp_min_num_params: A[
         int | None,
-        _fsdp("min_num_params", kind=Int(0), help="SIZE_BASED_WRAP: parameters of a unit at least.", unit="parameters"),
+        _fsdp(
+            "min_num_params",
+            kind=Int(0),
+            help="SIZE_BASED_WRAP: parameters of a unit at least.",
+            ask="Parameters of a unit at least?",
+            unit="parameters",
+        ),
     ] = None
     fsdp_backward_prefetch: A[
         str | None,
@@ -284,6 +291,7 @@ class FsdpConfig(Section):
             "backward_prefetch",
             kind=Choice(("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
             help="FSDP 1: when the next unit is gathered in backward.",
+            ask="When is the next unit gathered in backward?",
             aliases=("fsdp_backward_prefetch_policy",),
         ),
     ] = None
@@ -297,10 +305,22 @@ class FsdpConfig(Section):
         ),
     ] = None
     fsdp_forward_prefetch: A[
-        bool | None, _fsdp("forward_prefetch", kind=Bool(), help="FSDP 1: gather the next unit during forward.")
+        bool | None,
+        _fsdp(
+            "forward_prefetch",
+            kind=Bool(),
+            help="FSDP 1: gather the next unit during forward.",
+            ask="Gather the next unit during forward?",
+        ),
     ] = None
     fsdp_use_orig_params: A[
-        bool | None, _fsdp("use_orig_params", kind=Bool(), help="FSDP 1: keep the original parameters.")
+        bool | None,
+        _fsdp(
+            "use_orig_params",
+            kind=Bool(),
+            help="FSDP 1: keep the original parameters.",
+            ask="Keep the original parameters?",
+        ),
     ] = None
     fsdp_cpu_ram_efficient_loading: A[
         bool | None,
@@ -313,7 +333,12 @@ class FsdpConfig(Section):
     ] = None
     fsdp_sync_module_states: A[
         bool | None,
-        _fsdp("sync_module_states", kind=Bool(), help="FSDP 1: every process starts from the first one's weights."),
+        _fsdp(
+            "sync_module_states",
+            kind=Bool(),
+            help="FSDP 1: every process starts from the first one's weights.",
+            ask="Start every process from the first one's weights?",
+        ),
     ] = None
     fsdp_activation_checkpointing: A[
         bool | None,
@@ -415,16 +440,39 @@ class DeepSpeedConfig(Section):
     ] = None
     offload_optimizer_device: A[
         str | None,
-        _deepspeed("offload_optimizer_device", kind=_DEVICES, help="Where optimizer states live; none: the GPU."),
+        _deepspeed(
+            "offload_optimizer_device",
+            kind=_DEVICES,
+            help="Where optimizer states live; none: the GPU.",
+            ask="Where do optimizer states live?",
+        ),
     ] = None
     offload_param_device: A[
-        str | None, _deepspeed("offload_param_device", kind=_DEVICES, help="Where parameters live; none: the GPU.")
+        str | None,
+        _deepspeed(
+            "offload_param_device",
+            kind=_DEVICES,
+            help="Where parameters live; none: the GPU.",
+            ask="Where do parameters live?",
+        ),
     ] = None
     offload_optimizer_nvme_path: A[
-        str | None, _deepspeed("offload_optimizer_nvme_path", kind=Text(), help="Folder for optimizer states on NVMe.")
+        str | None,
+        _deepspeed(
+            "offload_optimizer_nvme_path",
+            kind=Text(),
+            help="Folder for optimizer states on NVMe.",
+            ask="Folder for optimizer states?",
+        ),
     ] = None
     offload_param_nvme_path: A[
-        str | None, _deepspeed("offload_param_nvme_path", kind=Text(), help="Folder for parameters on NVMe.")
+        str | None,
+        _deepspeed(
+            "offload_param_nvme_path",
+            kind=Text(),
+            help="Folder for parameters on NVMe.",
+            ask="Folder for parameters?",
+        ),
     ] = None
     zero3_init_flag: A[
         bool | None,
@@ -433,10 +481,17 @@ class DeepSpeedConfig(Section):
             env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
             kind=Bool(),
             help="ZeRO-3: build the model sharded.",
+            ask="Build the model sharded?",
         ),
     ] = None
     zero3_save_16bit_model: A[
-        bool | None, _deepspeed("zero3_save_16bit_model", kind=Bool(), help="ZeRO-3: gather weights to save them.")
+        bool | None,
+        _deepspeed(
+            "zero3_save_16bit_model",
+            kind=Bool(),
+            help="ZeRO-3: gather weights to save them.",
+            ask="Gather 16-bit weights to save them?",
+        ),
     ] = None
     deepspeed_config_file: A[
         str | None,
@@ -445,6 +500,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
             flags=("deepspeed_config_file",),
             help="DeepSpeed's own JSON; it then says everything.",
+            ask="Path of DeepSpeed's JSON?",
         ),
     ] = None
     deepspeed_moe_layer_cls_names: A[
@@ -454,6 +510,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
             flags=("deepspeed_moe_layer_cls_names",),
             help="Class names of mixture-of-experts layers.",
+            ask="Class names of the mixture-of-experts layers?",
         ),
     ] = None
     deepspeed_multinode_launcher: A[
@@ -463,6 +520,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELER8_DEEPSPEED_MULTINODE_LAUNCHER",),
             flags=("deepspeed_multinode_launcher",),
             help="How several machines are reached; here torchrun's rendezvous is used (standard).",
+            ask="How are the machines reached?",
         ),
     ] = None
     deepspeed_hostfile: A[
@@ -472,6 +530,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELER8_DEEPSPEED_HOSTFILE",),
             flags=("deepspeed_hostfile",),
             help="DeepSpeed's hostfile.",
+            ask="Path of the hostfile?",
         ),
     ] = None
     deepspeed_exclusion_filter: A[
@@ -481,6 +540,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELER8_DEEPSPEED_EXCLUSION_FILTER",),
             flags=("deepspeed_exclusion_filter",),
             help="Hosts to leave out.",
+            ask="Hosts to leave out?",
         ),
     ] = None
     deepspeed_inclusion_filter: A[
@@ -490,6 +550,7 @@ class DeepSpeedConfig(Section):
             env=("ACCELER8_DEEPSPEED_INCLUSION_FILTER",),
             flags=("deepspeed_inclusion_filter",),
             help="Hosts to use.",
+            ask="Hosts to use?",
         ),
     ] = None
 
@@ -540,10 +601,22 @@ class Config(Section):
     ] = None
     rdzv_backend: A[
         str | None,
-        _top("rdzv_backend", kind=Choice(("static", "c10d", "etcd", "etcd-v2")), help="How machines find each other."),
+        _top(
+            "rdzv_backend",
+            kind=Choice(("static", "c10d")),
+            help="How machines find each other.",
+            ask="How do machines find each other?",
+        ),
     ] = None
     same_network: A[
-        bool | None, _top("same_network", kind=Bool(), help="Machines share a local network.", is_bare=True)
+        bool | None,
+        _top(
+            "same_network",
+            kind=Bool(),
+            help="Machines share a local network.",
+            ask="Are all machines on one local network?",
+            is_bare=True,
+        ),
     ] = None
     max_restarts: A[int | None, _top("max_restarts", kind=Int(0), help="Restarts after a failure.")] = None
     monitor_interval: A[
@@ -575,6 +648,7 @@ class Config(Section):
             env="ACCELERATE_CPU_AFFINITY",
             kind=Bool(),
             help="Bind each process to its GPU's cores.",
+            ask="Bind each process to the cores near its GPU?",
             is_bare=True,
         ),
     ] = None
@@ -584,7 +658,12 @@ class Config(Section):
     debug: A[
         bool | None,
         _top(
-            "debug", env="ACCELERATE_DEBUG_MODE", kind=Bool(), help="Check collectives across processes.", is_bare=True
+            "debug",
+            env="ACCELERATE_DEBUG_MODE",
+            kind=Bool(),
+            help="Check collectives across processes.",
+            ask="Check collectives for errors while running (slower)?",
+            is_bare=True,
         ),
     ] = None
     environment: A[

@@ -42,7 +42,7 @@ class Setting:
         try:
             return self.kind.parse(raw)
         except (ValueError, TypeError, OverflowError, RecursionError):
-            raise ValueError(f"got {_shown(raw)}; allowed: {self.kind.allowed}") from None
+            raise ValueError(f"got {shown(raw)}; allowed: {self.kind.allowed}") from None
 
     def _is_word(self, raw: str) -> bool:
         """True if ``raw`` spells nothing elsewhere and is a value here, as ``none`` is for an offload device."""
@@ -61,7 +61,13 @@ class Setting:
         return described
 
 
-def _shown(raw: Any) -> str:
+def shown(raw: Any) -> str:
     """``raw`` for a message, on one line and not too long."""
     text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:76]}..."
+
+
+def shown_name(name: str) -> str:
+    """A name that a user wrote, for a message: itself, or its ``repr`` if it holds odd characters; not too long."""
+    text = name if name.isprintable() else repr(name)
     return text if len(text) <= 80 else f"{text[:76]}..."

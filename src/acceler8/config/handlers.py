@@ -1,0 +1,433 @@
+"""The recipe classes of the code route: Hugging Face Accelerate's names, fields and defaults, over the one schema.
+
+Each field is a setting of the schema and is read and checked there. A field that is left None takes its variable, else
+the default of the class's backend; which of these it was is remembered, so that reports can say who decided.
+Nothing here needs a vendor's library: that is needed to run, not to describe. The classes are mutable, as scripts
+expect; a field that is changed later counts as given in code, and is checked when the Accelerator takes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from acceler8.config.availability import is_transformer_engine_available
+from acceler8.config.environment import current_environment, read_environment
+from acceler8.config.registry import ENTRIES
+from acceler8.config.schema import RECIPES
+from acceler8.config.sources import DEFAULT, Layer, Rank, Source, Value
+from acceler8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from acceler8.recipes import Recipe
+
+_DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+C = TypeVar("C", bound="SchemaHandler")
+
+
+class KwargsHandler:
+    """Base of what ``Accelerator(kwargs_handlers=[...])`` takes: dataclasses of settings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A deep copy of the fields."""
+        return {key: copy.deepcopy(value) for key, value in self.__dict__.items() if not key.startswith("_")}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from the class's defaults. For display; a backend is always told every field."""
+        defaults = self._defaults()
+        return {key: value for key, value in self.to_dict().items() if defaults[key] != value}
+
+    def _defaults(self) -> dict[str, Any]:
+        return type(self)().to_dict()
+
+
+class SchemaHandler(KwargsHandler):
+    """A handler whose fields are settings of the schema. Raises ConfigError naming class, field or variable."""
+
+    PATHS: ClassVar[Mapping[str, str]] = {}
+    """Field -> path of its setting. Fields that are not here exist in code only."""
+    BACKEND: ClassVar[str | None] = None
+    """The FP8 backend that the class names, and whose defaults it takes."""
+
+    def __post_init__(self) -> None:
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Give every field its value: the argument, else the variable, else the default."""
+        environment = read_environment(current_environment())
+        given = Layer()
+        self._filled: dict[str, Value] = {}
+        for name, path in self.PATHS.items():
+            raw = getattr(self, name)
+            if raw is not None:
+                given.put(path, plain(raw), self._source(name))
+            if path in given.values:
+                setattr(self, name, self._shown(name, given.values[path].value))
+                continue
+            found = environment.values.get(path) or Value(self._default(name), DEFAULT)
+            self._fill(name, found)
+        for note in given.notes:
+            warnings.warn(note, UserWarning, stacklevel=4)
+
+    def _fill(self, name: str, value: Value) -> None:
+        shown = self._shown(name, value.value)
+        self._filled[name] = Value(shown, value.source)
+        setattr(self, name, shown)
+
+    def _default(self, name: str) -> Any:
+        """What a field is that neither argument nor variable give."""
+        return ENTRIES[self.PATHS[name]].setting.defaults.get(self.BACKEND or "")
+
+    def _shown(self, name: str, value: Any) -> Any:
+        """A setting's value as the field shows it."""
+        return value
+
+    def _source(self, name: str) -> Source:
+        return Source(Rank.CODE, f"{type(self).__name__}({name}=)")
+
+    def _defaults(self) -> dict[str, Any]:
+        values = dict.fromkeys(self.to_dict())
+        declared = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {
+            name: self._shown(name, self._default(name)) if name in self.PATHS else declared.get(name)
+            for name in values
+        }
+
+    def filled(self, name: str) -> Value | None:
+        """The value and source of a field that was left None and not changed since; None for a given one."""
+        value: Value | None = getattr(self, "_filled", {}).get(name)
+        return value if value is not None and value.value == getattr(self, name) else None
+
+    def layer(self) -> Layer:
+        """The settings that this object gives: fields given in code, and what it took from the environment."""
+        layer = Layer()
+        for name, path in self.PATHS.items():
+            filled = self.filled(name)
+            source = filled.source if filled else self._source(name)
+            if source.rank > Rank.DEFAULT:
+                layer.put(path, plain(getattr(self, name)), source)
+        return layer
+
+    def code_only(self) -> list[str]:
+        """What this object holds that no flag, variable or YAML key can say, in words."""
+        return []
+
+    @classmethod
+    def spellings(cls) -> dict[str, str]:
+        """Other names of fields -> fields: YAML keys, and what documentation and wizards call them."""
+        table = {}
+        for name, path in cls.PATHS.items():
+            entry = ENTRIES[path]
+            table |= dict.fromkeys((entry.key, *entry.setting.aliases), name)
+        return {spelling: name for spelling, name in table.items() if spelling not in cls.PATHS}
+
+
+class RecipeHandler(SchemaHandler):
+    """A handler that describes FP8, and so names a backend."""
+
+    def backend_value(self) -> Value | None:
+        """The backend that this recipe is of."""
+        return Value(self.BACKEND, Source(Rank.CODE, type(self).__name__))
+
+
+def plain(raw: Any) -> Any:
+    """An enum of PyTorch by its name; anything else as it is."""
+    return raw.name if isinstance(raw, Enum) and not isinstance(raw.value, str) else raw
+
+
+def takes_other_spellings(cls: type[C]) -> type[C]:
+    """Class decorator: the constructor takes a field under the names of ``spellings`` too."""
+    table, plain_init = cls.spellings(), cls.__init__
+
+    @functools.wraps(plain_init)
+    def __init__(self: C, *args: Any, **kwargs: Any) -> None:
+        for spelling in [name for name in kwargs if name in table]:
+            name = table[spelling]
+            if name in kwargs:
+                raise ConfigError(f"{cls.__name__}: {spelling} and {name} are one setting; give one of them")
+            kwargs[name] = kwargs.pop(spelling)
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def _paths(*keys: str) -> dict[str, str]:
+    return {key: f"fp8_config.{key}" for key in keys}
+
+
+@takes_other_spellings
+@dataclass
+class TERecipeKwargs(RecipeHandler):
+    """FP8 by TransformerEngine. ``override_linear_precision``: fprop, dgrad, wgrad in high precision."""
+
+    BACKEND = "TE"
+    PATHS = _paths(
+        *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
+        *("override_linear_precision", "use_mxfp8_block_scaling"),
+    )
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+
+@takes_other_spellings
+@dataclass
+class AORecipeKwargs(RecipeHandler):
+    """FP8 by torchao.
+
+    ``config`` (a torchao Float8LinearConfig) says everything itself; the booleans then stay as they were passed and
+    are not used. ``module_filter_func(module, name)`` False leaves a layer. Both exist in code only.
+    """
+
+    BACKEND = "AO"
+    PATHS = _paths("pad_inner_dim", "enable_fsdp_float8_all_gather")
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.module_filter_func is not None and not callable(self.module_filter_func):
+            raise ConfigError(
+                f"{type(self).__name__}(module_filter_func=): got {self.module_filter_func!r}; allowed: a function of"
+                " a module and its name"
+            )
+        if self.config is None:
+            self._resolve()
+            return
+        if given := [name for name in self.PATHS if getattr(self, name) is not None]:
+            warnings.warn(
+                f"{type(self).__name__}: {' and '.join(given)} not used, for config says everything; leave them out",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def layer(self) -> Layer:
+        """With a ``config`` nothing: it is used as it is."""
+        return Layer() if self.config is not None else super().layer()
+
+    def code_only(self) -> list[str]:
+        """The torchao object and the function."""
+        return _code_only(self, ("config", "module_filter_func"))
+
+
+@takes_other_spellings
+@dataclass
+class MSAMPRecipeKwargs(RecipeHandler):
+    """MS-AMP's levels: O1 FP8 gradients, O2 (default) and optimizer states, O3 and weights.
+
+    Beside another recipe: levels on top of its GEMMs. Alone: with MS-AMP's own.
+    """
+
+    BACKEND = "MSAMP"
+    PATHS = _paths("opt_level")
+
+    opt_level: str | None = None
+
+    def layer(self) -> Layer:
+        """With the level even where it is the default: the class asks for one."""
+        layer = super().layer()
+        if "fp8_config.opt_level" not in layer.values and self.opt_level is not None:
+            layer.put("fp8_config.opt_level", self.opt_level, DEFAULT)
+        return layer
+
+
+@takes_other_spellings
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Deprecated: write ``TERecipeKwargs`` or ``MSAMPRecipeKwargs``.
+
+    ``backend`` is TE or MSAMP; not given, by argument or variable: TE where it is installed, else MSAMP.
+    """
+
+    BACKEND = "TE"
+    PATHS = {"backend": "fp8_config.backend", **MSAMPRecipeKwargs.PATHS, **TERecipeKwargs.PATHS}  # noqa: RUF012
+
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        if self.backend == "NO" and self.filled("backend"):
+            self._fill("backend", Value(self._default("backend"), DEFAULT))
+            self._level_of_backend()
+        found = self.filled("backend")
+        where = str(found.source) if found else self._source("backend").where
+        if self.backend not in ("TE", "MSAMP"):
+            raise ConfigError(
+                f"{where}: FP8RecipeKwargs got backend {self.backend}; allowed: TE, MSAMP;"
+                " write AORecipeKwargs or NativeRecipeKwargs for the others"
+            )
+        why = ""
+        if found and found.source.rank is Rank.DEFAULT:
+            have = "is" if self.backend == "TE" else "is not"
+            why = f" (backend {self.backend}, because none was given and TransformerEngine {have} installed)"
+        warnings.warn(
+            f"FP8RecipeKwargs is deprecated{why}; write {self.backend}RecipeKwargs", FutureWarning, stacklevel=4
+        )
+
+    def _level_of_backend(self) -> None:
+        if (found := self.filled("opt_level")) and found.source.rank is Rank.DEFAULT:
+            self._fill("opt_level", Value(self._default("opt_level"), DEFAULT))
+
+    def _default(self, name: str) -> Any:
+        if name == "backend":
+            return "TE" if is_transformer_engine_available() else "MSAMP"
+        if name == "opt_level":
+            return ENTRIES["fp8_config.opt_level"].setting.defaults["MSAMP"] if self.backend == "MSAMP" else None
+        return super()._default(name)
+
+    def backend_value(self) -> Value | None:
+        """As given, from the variable, or as chosen."""
+        found = self.filled("backend")
+        if found and found.source.rank > Rank.DEFAULT:
+            return found
+        return Value(self.backend, Source(Rank.CODE, type(self).__name__) if found else self._source("backend"))
+
+
+FP8KwargsHandler = FP8RecipeKwargs
+
+
+@takes_other_spellings
+@dataclass
+class NativeRecipeKwargs(RecipeHandler):
+    """FP8 by acceler8's own kernels.
+
+    ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip``. ``margin``,
+    ``interval`` and ``amax_*`` belong to the recipe ``delayed``. ``fp8_format`` None: the recipe's own.
+    """
+
+    BACKEND = "NATIVE"
+    PATHS = _paths(
+        *("recipe", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
+        *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales"),
+    )
+
+    recipe: str | Recipe | None = None
+    fp8_format: str | None = None
+    margin: int | None = None
+    interval: int | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_autocast_during_eval: bool | None = None
+    skip: Iterable[str] | None = None
+    pow2_scales: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.skip is not None and not isinstance(self.skip, str | list | tuple):
+            self.skip = tuple(self.skip)
+        if self.recipe is None or isinstance(self.recipe, str):
+            self._resolve()
+            return
+        self._filled = {}
+        recipe = checked_recipe(self.recipe, self._source("recipe").where)
+        if extra := [n for n in self.PATHS if n not in ("recipe", "skip") and getattr(self, n) is not None]:
+            raise ConfigError(
+                f"{self._source(extra[0]).where}: got {getattr(self, extra[0])!r} beside a Recipe, which says it"
+                f" already; allowed: a Recipe and skip; change the Recipe with replace(), or name it: {recipe.name!r}"
+            )
+        values, _ = recipe_values(recipe)
+        if self.skip is not None:
+            skip = ENTRIES["fp8_config.skip"].parse(self.skip, self._source("skip").where)
+            self.skip = values["skip"] = (*recipe.skip, *(skip or ()))
+        for name, value in values.items():
+            if name != "recipe":
+                self._fill(name, Value(value, self._source("recipe" if name != "skip" else "skip")))
+
+    def layer(self) -> Layer:
+        """The settings, those of a Recipe object under its name."""
+        if self.recipe is None or isinstance(self.recipe, str):
+            return super().layer()
+        names, self_recipe = self.PATHS, self.recipe
+        layer = Layer()
+        layer.values[names["recipe"]] = Value(self_recipe.name, self._source("recipe"))
+        for name in names:
+            if name != "recipe" and getattr(self, name) is not None:
+                filled = self.filled(name)
+                layer.put(names[name], getattr(self, name), filled.source if filled else self._source(name))
+        return layer
+
+    def to_recipe(self) -> Recipe:
+        """The Recipe of these fields. Raises RecipeError for parts that contradict each other."""
+        if self.recipe is None or isinstance(self.recipe, str):
+            return build_recipe({name: getattr(self, name) for name in self.PATHS})
+        recipe = checked_recipe(self.recipe, self._source("recipe").where)
+        return recipe.replace(skip=tuple(self.skip)) if self.skip is not None else recipe
+
+    def code_only(self) -> list[str]:
+        """A Recipe that is more than a name and settings."""
+        if self.recipe is None or isinstance(self.recipe, str) or recipe_values(self.recipe)[1]:
+            return []
+        return _code_only(self, ("recipe",))
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """The Recipe of settings by key; those that are None take the recipe's defaults. Raises RecipeError."""
+    from acceler8 import recipes
+
+    name = values.get("recipe") or ENTRIES["fp8_config.recipe"].setting.defaults["NATIVE"]
+    fields = {key: values.get(key) for key in ("pow2_scales", "skip", *(_DELAYED if name == "delayed" else ()))}
+    if values.get("use_autocast_during_eval") is not None:
+        fields["eval"] = "fp8" if values["use_autocast_during_eval"] else "high_precision"
+    given = {key: value for key, value in fields.items() if value is not None}
+    recipe = recipes.get(name, formats=values.get("fp8_format"), **given)
+    fprop, dgrad, wgrad = values.get("override_linear_precision") or (False, False, False)
+    return recipe.with_gemms(fprop=not fprop, dgrad=not dgrad, wgrad=not wgrad)
+
+
+def recipe_values(recipe: Recipe) -> tuple[dict[str, Any], bool]:
+    """A Recipe as settings by key, and whether these say all of it."""
+    from acceler8 import recipes
+
+    values: dict[str, Any] = {
+        "recipe": recipe.name,
+        "pow2_scales": recipe.pow2_scales,
+        "use_autocast_during_eval": recipe.eval == "fp8",
+        "skip": recipe.skip,
+    }
+    if recipe.is_delayed:
+        values |= {key: getattr(recipe.scaling, key) for key in _DELAYED}
+    if recipe.name not in RECIPES:
+        return values, False
+    plain_recipe = recipes.get(recipe.name)
+    lost = [gemm in plain_recipe.fp8_gemms and gemm not in recipe.fp8_gemms for gemm in ("fprop", "dgrad", "wgrad")]
+    values["override_linear_precision"] = tuple(lost)
+    for policy in (None, *ENTRIES["fp8_config.fp8_format"].setting.kind.words):  # type: ignore[attr-defined]
+        candidate = {**values, "fp8_format": policy}
+        try:
+            if build_recipe(candidate) == recipe:
+                return {k: v for k, v in candidate.items() if v is not None}, True
+        except ValueError:  # this recipe has no such format
+            continue
+    return values, False
+
+
+def checked_recipe(recipe: Any, where: str) -> Recipe:
+    """``recipe`` if it is one. Raises ConfigError."""
+    from acceler8.recipes import Recipe
+
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"{where}: got a {type(recipe).__name__}; allowed: {', '.join(RECIPES)}, or a Recipe")
+    return recipe
+
+
+def _code_only(handler: SchemaHandler, names: Iterable[str]) -> list[str]:
+    return [
+        f"{type(handler).__name__}({name}=) is an object: it exists in code only, no flag, variable or YAML key has it"
+        for name in names
+        if getattr(handler, name) is not None
+    ]

@@ -1,0 +1,199 @@
+"""From routes to effective values, and whether these fit together.
+
+``load`` merges what flags, variables and a file give; ``check`` looks for values that contradict each other. Reading
+needs no library and no GPU, so a configuration for another machine can be written and checked on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from acceler8.config.environment import read_environment
+from acceler8.config.files import default_file
+from acceler8.config.registry import ENTRIES, SECTIONS, Entry
+from acceler8.config.setting import shown_name
+from acceler8.config.sources import Effective, Layer, Rank, Source, merge
+from acceler8.config.yaml_file import read_yaml
+from acceler8.errors import ConfigError, unknown_name
+
+# DeepSpeed's own file says these, so they may not be said beside it
+_OF_DEEPSPEED_FILE = (
+    *("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device"),
+    *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
+)
+_ENGINE_OF_SECTION = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+
+
+def load(
+    flags: Layer | None,
+    environ: Mapping[str, str],
+    config_file: Path | None = None,
+    use_default_file: bool = True,
+) -> Effective:
+    """The effective values: flag before environment before YAML; what none gives has its default.
+
+    Without ``config_file`` the default file is read, if there is one and ``use_default_file``; a note says which.
+    Raises ConfigError, naming the place, for a value that is not allowed and for a named file that is missing.
+    """
+    layers = []
+    if config_file is None and use_default_file:
+        config_file, note = default_file(environ)
+        layers.append(Layer(notes=[note] if note else []))
+    if config_file is not None:
+        layers.append(read_yaml(config_file))
+    layers.append(read_environment(environ))
+    if flags is not None:
+        layers.append(flags)
+    return merge(layers)
+
+
+def parse_assignments(assignments: Iterable[str]) -> Layer:
+    """The settings that ``key=value`` texts give; a key is ``fp8_config.margin``, or ``margin`` alone.
+
+    Raises ConfigError for an unknown key, one given twice, and a value that is not allowed.
+    """
+    layer = Layer()
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        where = f"--set {shown_name(key.strip())}"
+        if not equals:
+            raise ConfigError(
+                f"--set {shown_name(text)}: got no value; allowed: key=value, such as fp8_config.margin=2"
+            )
+        entry = find_key(key.strip(), where)
+        if entry.path in layer.values:
+            raise ConfigError(f"{where}: {entry.path} is set twice; give it once")
+        layer.put(entry.path, value, Source(Rank.FLAG, where))
+    return layer
+
+
+def find_key(key: str, where: str) -> Entry:
+    """The setting that a dotted or bare key names. Raises ConfigError with the nearest name."""
+    if key in ENTRIES:
+        return ENTRIES[key]
+    names: dict[str, Entry] = {}
+    for entry in ENTRIES.values():
+        for name in (entry.key, *entry.setting.flags, *entry.setting.aliases):
+            names.setdefault(name, entry)
+            names.setdefault(f"{entry.section}.{name}", entry)
+    if key not in names:
+        raise ConfigError(f"{where}: {unknown_name('setting', shown_name(key), ENTRIES)}")
+    return names[key]
+
+
+def check(effective: Effective) -> list[str]:
+    """Notes on values that have no use together. Raises ConfigError, naming both places, for a contradiction."""
+    for problem in _contradictions(effective):
+        raise ConfigError(problem)
+    return [*_idle(effective), *_check_backend(effective)]
+
+
+def _contradictions(effective: Effective) -> Iterator[str]:
+    for part in (_device_problems, _process_problems, _fsdp_problems, _deepspeed_problems):
+        yield from part(_Given(effective))
+
+
+class _Given:
+    """Effective values, and each with its place for a message."""
+
+    def __init__(self, effective: Effective) -> None:
+        self.effective = effective
+
+    def __getitem__(self, path: str) -> Any:
+        return self.effective[path]
+
+    def problem(self, path: str, *others: str, allowed: str) -> str:
+        """One line: what was got where, what it contradicts, what is allowed."""
+        first, *rest = (self._said(name) for name in (path, *others))
+        against = f" with {' and '.join(rest)}" if rest else ""
+        return f"{self.effective.source(path).where}: got {first}{against}; allowed: {allowed}"
+
+    def _said(self, path: str) -> str:
+        value = self.effective.values[path]
+        text = f"{ENTRIES[path].key} {ENTRIES[path].setting.kind.text(value.value)}"
+        return f"{text} ({value.source.where})"
+
+
+def _device_problems(given: _Given) -> Iterator[str]:
+    kind = given["distributed_type"]
+    if given["use_cpu"] and kind == "MULTI_GPU":
+        yield given.problem("distributed_type", "use_cpu", allowed="MULTI_CPU on a CPU, or use_cpu false")
+    if given["use_cpu"] is False and kind == "MULTI_CPU":
+        yield given.problem("use_cpu", "distributed_type", allowed="true for MULTI_CPU, or MULTI_GPU")
+    ids = given["gpu_ids"]
+    if ids and ids.lower() != "all":
+        parts = [part.strip() for part in ids.split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+            yield given.problem("gpu_ids", allowed="all, or different numbers with commas, such as 0,1")
+        yield from _gpu_only("gpu_ids", "all, or leave it out on a CPU", given)
+    if given["enable_cpu_affinity"]:
+        yield from _gpu_only("enable_cpu_affinity", "false on a CPU: it binds processes to the cores near a GPU", given)
+    if given["mixed_precision"] == "fp16":
+        yield from _gpu_only("mixed_precision", "no, bf16, fp8 on a CPU: fp16 needs a GPU", given)
+
+
+def _gpu_only(path: str, allowed: str, given: _Given) -> Iterator[str]:
+    if given["use_cpu"]:
+        yield given.problem(path, "use_cpu", allowed=allowed)
+    elif given["distributed_type"] == "MULTI_CPU":
+        yield given.problem(path, "distributed_type", allowed=allowed)
+
+
+def _process_problems(given: _Given) -> Iterator[str]:
+    processes, machines, rank = given["num_processes"], given["num_machines"], given["machine_rank"]
+    if processes and processes > 1 and given["distributed_type"] == "NO":
+        several = "MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+        yield given.problem("num_processes", "distributed_type", allowed=f"1 for NO; several need {several}")
+    if processes and machines and processes % machines:
+        allowed = f"a multiple of {machines}: processes are counted over all machines"
+        yield given.problem("num_processes", "num_machines", allowed=allowed)
+    if rank and machines and rank >= machines:
+        yield given.problem("machine_rank", "num_machines", allowed=f"0 to {machines - 1}")
+    if rank and not machines:
+        yield given.problem("machine_rank", allowed="0 on one machine; say how many with num_machines")
+
+
+def _fsdp_problems(given: _Given) -> Iterator[str]:
+    version = "fsdp_config.fsdp_version"
+    if given["distributed_type"] != "FSDP" or given[version] != 2:
+        return
+    reshard = "fsdp_config.fsdp_reshard_after_forward"
+    if given[reshard] not in (None, "true", "false"):
+        yield given.problem(reshard, version, allowed="true, false under FSDP 2; a sharding strategy is FSDP 1's")
+    form = "fsdp_config.fsdp_state_dict_type"
+    if given[form] == "LOCAL_STATE_DICT":
+        yield given.problem(form, version, allowed="FULL_STATE_DICT, SHARDED_STATE_DICT under FSDP 2")
+
+
+def _deepspeed_problems(given: _Given) -> Iterator[str]:
+    file = "deepspeed_config.deepspeed_config_file"
+    if given["distributed_type"] != "DEEPSPEED" or given[file] is None:
+        return
+    for key in _OF_DEEPSPEED_FILE:
+        path = f"deepspeed_config.{key}"
+        if given[path] is not None:
+            yield given.problem(path, file, allowed="one of the two; DeepSpeed's file says it already")
+
+
+def _idle(effective: Effective) -> list[str]:
+    """Sections of a file or a command line that nothing reads, because the switch for them stands elsewhere."""
+    notes = []
+    for section in SECTIONS:
+        asked = [
+            value
+            for path, value in effective.values.items()
+            if ENTRIES[path].section == section and value.source.rank in (Rank.YAML, Rank.FLAG)
+        ]
+        engine = _ENGINE_OF_SECTION.get(section)
+        switch, needed = ("distributed_type", engine) if engine else ("mixed_precision", "fp8")
+        if section == "dynamo_config" or not asked or effective[switch] == needed:
+            continue
+        now = effective[switch] or "not given"
+        notes.append(f"{asked[0].source.where}: {section} is not used: {switch} is {now}, not {needed}")
+    return notes
+
+
+def _check_backend(effective: Effective) -> list[str]:
+    return []
