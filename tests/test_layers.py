@@ -28,6 +28,7 @@ LAYERS = (
     ("health",),
     ("config",),
     ("accelerator",),
+    ("launch",),
     ("the public names",),
     ("demo",),
     ("cli",),

@@ -42,6 +42,10 @@ class RunError(Acceler8Error, ValueError):
     """A run folder, or an input of a run, is unusable."""
 
 
+class LaunchError(Acceler8Error, ValueError):
+    """A launch is described wrongly, or its workers cannot be started."""
+
+
 class NonFiniteError(Acceler8Error, ValueError):
     """NaN or infinity reached an FP8 operand; the message names layer and operand."""
 
