@@ -12,6 +12,10 @@ __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {
     "Accelerator": "acceler8.accelerator",
+    "DeepSpeedPlugin": "acceler8.utils",
+    "DistributedType": "acceler8.utils",
+    "FullyShardedDataParallelPlugin": "acceler8.utils",
+    "NativeRecipeKwargs": "acceler8.utils",
     "Plan": "acceler8.conversion",
     "Recipe": "acceler8.recipes",
     "StepClock": "acceler8.scaling",
@@ -39,9 +43,19 @@ if TYPE_CHECKING:
     from acceler8.nn import fp8_state_dict, load_fp8_state_dict
     from acceler8.recipes import Recipe
     from acceler8.scaling import StepClock
+    from acceler8.utils import (
+        DeepSpeedPlugin,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        NativeRecipeKwargs,
+    )
 
 __all__ = [
     "Accelerator",
+    "DeepSpeedPlugin",
+    "DistributedType",
+    "FullyShardedDataParallelPlugin",
+    "NativeRecipeKwargs",
     "Plan",
     "Recipe",
     "StepClock",

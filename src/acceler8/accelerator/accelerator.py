@@ -10,8 +10,9 @@
             scheduler.step()
             optimizer.zero_grad()
 
-The interface is Hugging Face Accelerate's, so a script changes one import. The state is this object's own: no
-process-wide singleton, no environment variable is written.
+The interface is Hugging Face Accelerate's, so a script changes one import. What the script leaves open comes from the
+environment (as a launcher writes it) and from a YAML file; code wins, and ``fp8_report`` says who decided each value.
+The state is this object's own: no process-wide singleton, no environment variable is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +30,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from acceler8 import backends
+from acceler8.accelerator.facts import Facts
 from acceler8.accelerator.gradients import GradientState
 from acceler8.accelerator.loader import AcceleratedLoader
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
+from acceler8.accelerator.processes import join_processes
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.config import backend_choice
+from acceler8.config.backend_choice import NotInThisVersionError, choose_backend, fp8_values, recipe_of
+from acceler8.config.code import gather, layer_from_code, sort_handlers
+from acceler8.config.enums import FP8BackendType, PrecisionType
+from acceler8.config.environment import current_environment
+from acceler8.config.handlers import recipe_values
+from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.config.sources import DEFAULT, Rank, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
-from acceler8.errors import RecipeError, unknown_name
+from acceler8.errors import ConfigError, RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import SingleProcess, Strategy
 from acceler8.recipes import Recipe, resolve
@@ -45,68 +58,105 @@ from acceler8.scaling import StepClock
 _log = logging.getLogger("acceler8")
 
 
-class Accelerator:
+class Accelerator(Facts):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
-    mixed_precision: ``no``, ``fp16`` (with a loss scaler), ``bf16`` or ``fp8`` (FP8 layers in a BF16 model).
-    recipe: for ``fp8``: a name or a Recipe; default ``rowwise``. backend: who computes FP8; default ``native``.
-    skip: layers that stay in high precision, beside the default ones.
-    cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the current GPU, else the CPU.
-    gradient_accumulation_steps: micro-batches a step; the loss is divided by it.
-    Raises: RecipeError for an unknown word or recipe, or a recipe without ``fp8``.
+    An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
+
+    mixed_precision: ``no``, ``fp16`` (with a loss scaler), ``bf16`` or ``fp8`` (FP8 layers in a BF16 model), in any
+        case; default ``no``.
+    kwargs_handlers: recipe objects, such as ``TERecipeKwargs``; ``kwarg_handlers`` is the same argument.
+    recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), and layers that stay in
+        high precision beside the default ones. backend: who computes FP8; default: the first that is available of
+        ``fp8_backend_order`` (``NATIVE, AO, TE, MSAMP``).
+    cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
+    gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it.
+    config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
+    fsdp_plugin, deepspeed_plugin, dynamo_plugin (or dynamo_backend): kept; ``prepare`` refuses what they ask for, which
+        this version cannot do yet.
+    Raises: RecipeError and ConfigError, both ValueErrors, for unknown words, values that contradict each other and a
+        recipe without ``fp8``; ImportError for a backend whose library is missing.
     """
 
     def __init__(
         self,
-        mixed_precision: str = "no",
+        mixed_precision: PrecisionType | str | None = None,
         *,
         recipe: str | Recipe | None = None,
-        backend: str = "native",
+        backend: str | None = None,
         skip: Iterable[str] | None = None,
         cpu: bool = False,
         device: torch.device | str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
+        kwargs_handlers: Iterable[Any] | None = None,
+        kwarg_handlers: Iterable[Any] | None = None,
+        config_file: Path | str | None = None,
+        fp8_backend_order: Iterable[str] | str | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        dynamo_backend: str | None = None,
     ) -> None:
-        if mixed_precision not in PRECISIONS:
-            raise RecipeError(unknown_name("mixed_precision", mixed_precision, PRECISIONS))
-        if recipe is not None and mixed_precision != "fp8":
-            raise RecipeError(
-                f"got recipe={recipe!r} with mixed_precision={mixed_precision!r}; allowed: a recipe only with 'fp8';"
-                " set mixed_precision='fp8' or leave the recipe out"
-            )
-        if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
-            raise RecipeError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r}; allowed: an integer from 1"
-            )
-        self.mixed_precision = mixed_precision
-        self.recipe = resolve(recipe) if mixed_precision == "fp8" else None
-        self.backend, self.skip = backend, None if skip is None else tuple([skip] if isinstance(skip, str) else skip)
-        self.gradients = GradientState(num_steps=gradient_accumulation_steps)
+        if kwargs_handlers is not None and kwarg_handlers is not None:
+            raise ConfigError("Accelerator got kwargs_handlers and kwarg_handlers, two spellings; give one of them")
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ConfigError("Accelerator got dynamo_plugin and dynamo_backend; give one of them")
+        if dynamo_backend is not None:
+            dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)
+        _check_words(mixed_precision, gradient_accumulation_steps, recipe, backend)
+        self.handlers = sort_handlers(kwargs_handlers if kwargs_handlers is not None else kwarg_handlers)
+        self.fsdp_plugin, self.deepspeed_plugin, self.dynamo_plugin = fsdp_plugin, deepspeed_plugin, dynamo_plugin
+        code = layer_from_code(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            recipe=recipe.lower() if isinstance(recipe, str) else recipe,
+            backend=backend,
+            skip=skip,
+            fp8_backend_order=fp8_backend_order,
+            handlers=self.handlers,
+            fsdp_plugin=fsdp_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            dynamo_plugin=dynamo_plugin,
+        )
+        self.effective = gather(code, config_file)
+        self.mixed_precision = self.effective["mixed_precision"] or "no"
+        self._check_recipe_is_for_fp8(recipe)
+        for note in (*self.effective.notes, *backend_choice.check(self.effective)):
+            _log.log(logging.WARNING if "this run is not FP8" in note else logging.INFO, note)
+        self._fp8_backend = choose_backend(self.effective)
+        self.backend = self._fp8_backend.value.lower()
+        self.recipe = self._recipe(recipe, skip)
+        self.skip = self.effective["fp8_config.skip"]
+        self.gradients = GradientState(
+            num_steps=self.effective["deepspeed_config.gradient_accumulation_steps"] or 1,
+        )
         self.clock = StepClock()
-        self.strategy: Strategy = SingleProcess(_pick_device(device, cpu))
-        self.scaler = LossScaler(self.device.type) if mixed_precision == "fp16" else None
+        self.processes = join_processes(current_environment(), device, bool(self.effective["use_cpu"]))
+        self.strategy: Strategy = SingleProcess(self.device)
+        self.scaler = LossScaler(self.device.type) if self.mixed_precision == "fp16" else None
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
-    @property
-    def device(self) -> torch.device:
-        """Where this process's models and batches are."""
-        return self.strategy.device
+    def _check_recipe_is_for_fp8(self, recipe: str | Recipe | None) -> None:
+        if self.mixed_precision == "fp8" or (recipe is None and not self.handlers.found):
+            return
+        given = f"recipe={recipe!r}" if recipe is not None else type(self.handlers.found[-1]).__name__
+        source = self.effective.source("mixed_precision")
+        raise RecipeError(
+            f"got {given} with mixed_precision={self.mixed_precision!r} ({source}); allowed: a recipe only with 'fp8';"
+            " set mixed_precision='fp8' or leave the recipe out"
+        )
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """What 16-bit work runs in, and what a frozen model should be cast to: bf16 under ``fp8``."""
-        return PRECISIONS[self.mixed_precision] or torch.float32
-
-    @property
-    def num_processes(self) -> int:
-        """Processes that train together."""
-        return self.strategy.num_processes
-
-    @property
-    def is_main_process(self) -> bool:
-        """True in the process that prints and writes."""
-        return self.strategy.process_index == 0
+    def _recipe(self, recipe: str | Recipe | None, skip: Iterable[str] | None) -> Recipe | None:
+        """What the native backend runs; a Recipe object as it is, for settings may not say all of it."""
+        if self._fp8_backend is not FP8BackendType.NATIVE:
+            return None
+        if self.handlers.native is not None:
+            recipe = self.handlers.native.recipe
+        if recipe is None or isinstance(recipe, str):
+            return recipe_of(self.effective)
+        return recipe.replace(skip=self.effective["fp8_config.skip"] or ())
 
     @property
     def sync_gradients(self) -> bool:
@@ -131,12 +181,38 @@ class Accelerator:
         made before or after its model is prepared holds the right Parameters either way. Anything else is returned
         unchanged. Preparing an object twice changes nothing.
         """
+        for obj in objects:
+            self._refuse_what_cannot_run(obj)
         wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
                 wrapped[id(obj)] = self._prepare_model(obj)
         prepared = [wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj) for obj in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _refuse_what_cannot_run(self, obj: Any) -> None:
+        """Raise NotInThisVersionError for what is configured and would silently not be done."""
+        effective = self.effective
+        if not isinstance(obj, nn.Module | DataLoader):
+            return
+        if (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
+            raise NotInThisVersionError(
+                f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet;"
+                " allowed: NO, one process; leave the engine out"
+            )
+        if self.num_processes > 1:
+            raise NotInThisVersionError(
+                f"prepare got a {type(obj).__name__} in process {self.process_index} of {self.num_processes}: data"
+                " parallel training is not in this version yet; allowed: one process; start the script with one"
+            )
+        if not isinstance(obj, nn.Module):
+            return
+        if (compiler := effective["dynamo_config.dynamo_backend"]) not in (None, "NO"):
+            raise NotInThisVersionError(
+                f"{effective.source('dynamo_config.dynamo_backend')}: torch.compile (dynamo_backend {compiler}) is not"
+                " in this version yet; allowed: NO; leave it out"
+            )
+        backend_choice.refuse_what_cannot_run(effective, self._fp8_backend)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         if any(model is known for known in self._models):
@@ -149,7 +225,7 @@ class Accelerator:
             if state.clock is not self.clock:
                 self.clock.subscribe(state.clock.tick)
         if not states and self.recipe is not None:
-            made = plan(model, self.recipe, self.backend, skip=self.skip)
+            made = plan(model, self.recipe, self.backend)
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
@@ -253,13 +329,35 @@ class Accelerator:
         return model
 
     def fp8_report(self) -> Fp8Report:
-        """Which layers are FP8 and how far the run went; print it."""
+        """Which layers are FP8, how far the run went, and each setting with the source that decided; print it."""
         states = [state for model in self._models for state in find_states(model)]
         return Fp8Report(
             mixed_precision=self.mixed_precision,
             plans=[state.plan for state in states],
             steps=self.clock.ticks,
+            values=self._fp8_values(),
         )
+
+    def _fp8_values(self) -> dict[str, Value]:
+        values = {"mixed_precision": Value(self.mixed_precision, self.effective.source("mixed_precision"))}
+        if not self.fp8_enabled:
+            return values
+        path = "fp8_config.backend"
+        source = self.effective.source(path) if self.effective[path] not in (None, "NO") else DEFAULT
+        values[path] = Value(self._fp8_backend.value, source)
+        values |= fp8_values(self.effective, self._fp8_backend.value)
+        if self.recipe is not None and "fp8_config.fp8_format" not in values:
+            own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
+            values["fp8_config.fp8_format"] = Value(recipe_values(self.recipe)[0]["fp8_format"], own)
+        return values
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here."""
+        self.processes.wait()
+
+    def end_training(self) -> None:
+        """End what this object started: the process group."""
+        self.processes.end()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` in the main process only."""
@@ -276,9 +374,13 @@ def _move_state(optimizer: Optimizer) -> None:
                     optimizer.state[p][key] = value.to(p.device)
 
 
-def _pick_device(device: torch.device | str | None, cpu: bool) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if not cpu and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _check_words(precision: Any, steps: Any, recipe: Any, backend: Any) -> None:
+    """The arguments that people mistype, before anything is read. Raises RecipeError naming the nearest word."""
+    if precision is not None and precision not in PrecisionType:
+        raise RecipeError(unknown_name("mixed_precision", precision, PRECISIONS))
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise RecipeError(f"gradient_accumulation_steps={steps!r}; allowed: an integer from 1")
+    if recipe is not None:
+        resolve(recipe.lower() if isinstance(recipe, str) else recipe)
+    if backend is not None and backend not in FP8BackendType:
+        backends.get(backend)

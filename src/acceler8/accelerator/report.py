@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from acceler8.config.sources import Value
 from acceler8.conversion import Plan
 
 
@@ -14,6 +16,8 @@ class Fp8Report:
     mixed_precision: str
     plans: list[Plan] = field(default_factory=list)
     steps: int = 0
+    values: Mapping[str, Value] = field(default_factory=dict)
+    """Every effective setting of precision and FP8, by path, with the source that won."""
 
     @property
     def is_fp8(self) -> bool:
@@ -21,9 +25,12 @@ class Fp8Report:
         return any(plan.totals.fp8_layers for plan in self.plans)
 
     def __str__(self) -> str:
+        return "\n".join([*self._models(), *self._settings()])
+
+    def _models(self) -> list[str]:
         if not self.plans:
             asked = "no model prepared yet" if self.mixed_precision == "fp8" else "FP8 was not asked for"
-            return f"mixed_precision={self.mixed_precision!r}: {asked}"
+            return [f"mixed_precision={self.mixed_precision!r}: {asked}"]
         lines = [f"mixed_precision={self.mixed_precision!r}, {self.steps} steps"]
         for plan in self.plans:
             t = plan.totals
@@ -32,4 +39,17 @@ class Fp8Report:
                 f" recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}"
             )
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
-        return "\n".join(lines)
+        return lines
+
+    def _settings(self) -> list[str]:
+        """``margin = 2    yaml run.yaml:7``, a line for each setting."""
+        said = {path: f"{path.rpartition('.')[2]} = {_text(v.value)}" for path, v in self.values.items()}
+        width = max((len(text) for text in said.values()), default=0)
+        lines = [f"  {text:<{width}}  {self.values[path].source}" for path, text in said.items()]
+        return ["settings, and who decided:", *lines] if lines else []
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

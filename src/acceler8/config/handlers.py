@@ -73,7 +73,7 @@ class SchemaHandler(KwargsHandler):
             found = environment.values.get(path) or Value(self._default(name), DEFAULT)
             self._fill(name, found)
         for note in given.notes:
-            warnings.warn(note, UserWarning, stacklevel=4)
+            warnings.warn(note, UserWarning, stacklevel=5)  # the caller of the decorated constructor
 
     def _fill(self, name: str, value: Value) -> None:
         shown = self._shown(name, value.value)
@@ -121,7 +121,7 @@ class SchemaHandler(KwargsHandler):
     @classmethod
     def spellings(cls) -> dict[str, str]:
         """Other names of fields -> fields: YAML keys, and what documentation and wizards call them."""
-        table = {}
+        table: dict[str, str] = {}
         for name, path in cls.PATHS.items():
             entry = ENTRIES[path]
             table |= dict.fromkeys((entry.key, *entry.setting.aliases), name)
@@ -154,7 +154,7 @@ def takes_other_spellings(cls: type[C]) -> type[C]:
             kwargs[name] = kwargs.pop(spelling)
         plain_init(self, *args, **kwargs)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
     return cls
 
 
@@ -213,7 +213,7 @@ class AORecipeKwargs(RecipeHandler):
             warnings.warn(
                 f"{type(self).__name__}: {' and '.join(given)} not used, for config says everything; leave them out",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def layer(self) -> Layer:
@@ -346,20 +346,25 @@ class NativeRecipeKwargs(RecipeHandler):
             self.skip = values["skip"] = (*recipe.skip, *(skip or ()))
         for name, value in values.items():
             if name != "recipe":
-                self._fill(name, Value(value, self._source("recipe" if name != "skip" else "skip")))
+                self._fill(name, Value(value, self._source("recipe")))
 
     def layer(self) -> Layer:
         """The settings, those of a Recipe object under its name."""
         if self.recipe is None or isinstance(self.recipe, str):
             return super().layer()
-        names, self_recipe = self.PATHS, self.recipe
         layer = Layer()
-        layer.values[names["recipe"]] = Value(self_recipe.name, self._source("recipe"))
-        for name in names:
-            if name != "recipe" and getattr(self, name) is not None:
-                filled = self.filled(name)
-                layer.put(names[name], getattr(self, name), filled.source if filled else self._source(name))
+        values, _ = recipe_values(self.to_recipe())
+        # not parsed: a Recipe may have a name of its own, which no other route could say
+        layer.values[self.PATHS["recipe"]] = Value(values.pop("recipe"), self._source("recipe"))
+        for name, value in values.items():
+            layer.put(self.PATHS[name], value, self._source("recipe"))
         return layer
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of the fields; a Recipe is frozen, and stays the same object."""
+        values = {**self.__dict__, "recipe": None}
+        copied = {key: copy.deepcopy(value) for key, value in values.items() if not key.startswith("_")}
+        return {**copied, "recipe": self.recipe}
 
     def to_recipe(self) -> Recipe:
         """The Recipe of these fields. Raises RecipeError for parts that contradict each other."""
@@ -401,16 +406,18 @@ def recipe_values(recipe: Recipe) -> tuple[dict[str, Any], bool]:
     }
     if recipe.is_delayed:
         values |= {key: getattr(recipe.scaling, key) for key in _DELAYED}
+    formats = [operand.format.name for operand in (recipe.fprop.a, recipe.dgrad.a, recipe.wgrad.b) if operand.format]
+    values["fp8_format"] = "HYBRID" if len(set(formats)) > 1 else (formats or ["E4M3"])[0]
     if recipe.name not in RECIPES:
         return values, False
     plain_recipe = recipes.get(recipe.name)
     lost = [gemm in plain_recipe.fp8_gemms and gemm not in recipe.fp8_gemms for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = tuple(lost)
-    for policy in (None, *ENTRIES["fp8_config.fp8_format"].setting.kind.words):  # type: ignore[attr-defined]
+    for policy in ENTRIES["fp8_config.fp8_format"].setting.kind.words:  # type: ignore[attr-defined]
         candidate = {**values, "fp8_format": policy}
         try:
             if build_recipe(candidate) == recipe:
-                return {k: v for k, v in candidate.items() if v is not None}, True
+                return candidate, True
         except ValueError:  # this recipe has no such format
             continue
     return values, False

@@ -1,0 +1,85 @@
+"""Which of several processes this is: the variables of torchrun (and of ``acceler8 launch``), and the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from acceler8.errors import ConfigError, HardwareError
+
+
+@dataclass
+class Processes:
+    """This process among those that train together."""
+
+    device: torch.device
+    num_processes: int = 1
+    process_index: int = 0
+    local_process_index: int = 0
+    owns_group: bool = False
+    """True if this object started the process group, and so ends it."""
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.num_processes > 1:
+            distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def end(self) -> None:
+        """End the process group if it was started here."""
+        if self.owns_group and distributed.is_initialized():
+            distributed.destroy_process_group()
+        self.owns_group = False
+
+
+def join_processes(environ: Mapping[str, str], device: torch.device | str | None, cpu: bool) -> Processes:
+    """Find this process's place and device, and start the process group where there are several and none runs yet.
+
+    The group uses NCCL on GPUs and Gloo on CPUs; one that runs already is used as it is. Without ``device`` it is the
+    GPU of LOCAL_RANK, the current GPU for one process, or the CPU.
+    Raises: ConfigError for a variable that is missing or no number; HardwareError for a GPU that is not there.
+    """
+    has_group = distributed.is_available() and distributed.is_initialized()
+    world = distributed.get_world_size() if has_group else _number(environ, "WORLD_SIZE", 1)
+    rank = distributed.get_rank() if has_group else _number(environ, "RANK", None if world > 1 else 0)
+    local = _number(environ, "LOCAL_RANK", rank if has_group or world == 1 else None)
+    if not has_group and not 0 <= rank < world:
+        raise ConfigError(f"RANK: got {rank}; allowed: 0 to {world - 1}, for WORLD_SIZE is {world}")
+    place = _pick_device(device, cpu, local if world > 1 else None)
+    if world == 1 or has_group:
+        return Processes(place, world, rank, local)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ConfigError(f"{name} is not set, and WORLD_SIZE is {world}; start with acceler8 launch or torchrun")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    distributed.init_process_group("nccl" if place.type == "cuda" else "gloo", rank=rank, world_size=world)
+    return Processes(place, world, rank, local, owns_group=True)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
+    text = environ.get(name, "")
+    if not text:
+        if default is None:
+            raise ConfigError(f"{name} is not set, and WORLD_SIZE is above 1; start with acceler8 launch or torchrun")
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name}: got {text[:40]!r}; allowed: a whole number; the launcher sets it, so unset it")
+    return int(text)
+
+
+def _pick_device(device: torch.device | str | None, cpu: bool, local: int | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if local >= torch.cuda.device_count():
+        raise HardwareError(
+            f"LOCAL_RANK is {local}, and this machine shows {torch.cuda.device_count()} GPUs; start fewer processes on"
+            " it, or set use_cpu"
+        )
+    return torch.device("cuda", local)

@@ -1,0 +1,236 @@
+"""Which backend computes FP8, what the effective values are for it, and whether they agree with each other.
+
+A backend that is named (code > flag > environment > YAML) is taken, or is an error. Where none is named it is the first
+of an order that is installed: ``NATIVE, AO, TE, MSAMP``. The order ``AO,TE,MSAMP`` is Accelerate's, and finds nothing
+where Accelerate finds nothing. MS-AMP's levels change optimizer states, so they are never taken unnamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from acceler8.config.availability import INSTALL, MissingLibraryError, is_backend_available
+from acceler8.config.enums import FP8BackendType
+from acceler8.config.handlers import build_recipe
+from acceler8.config.registry import ENTRIES, Entry
+from acceler8.config.schema import BACKENDS
+from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
+from acceler8.errors import Acceler8Error, ConfigError
+
+if TYPE_CHECKING:
+    from acceler8.recipes import Recipe
+
+_FP8 = "fp8_config."
+DELAYED = tuple(_FP8 + key for key in ("margin", "interval", "amax_history_len", "amax_compute_algo"))
+# settings about the choice itself, which no backend "has"
+_CHOICE = (_FP8 + "backend", _FP8 + "backend_order", _FP8 + "opt_level")
+
+
+class NotInThisVersionError(Acceler8Error, NotImplementedError):
+    """Something is configured that this version cannot run yet; the message says what to do instead."""
+
+
+def named_backend(effective: Effective) -> str | None:
+    """The backend that some source names; None if none does (``NO`` names none)."""
+    name: str | None = effective[_FP8 + "backend"]
+    return None if name == "NO" else name
+
+
+def backend_order(effective: Effective) -> tuple[str, ...]:
+    """Where to look for a backend when none is named."""
+    return effective[_FP8 + "backend_order"] or BACKENDS
+
+
+def preferred_backend(effective: Effective) -> str | None:
+    """The named backend, installed or not; else the first of the order that is; None if there is none."""
+    found = (name for name in backend_order(effective) if name != "MSAMP" and is_backend_available(name))
+    return named_backend(effective) or next(found, None)
+
+
+def choose_backend(effective: Effective) -> FP8BackendType:
+    """The backend that computes FP8; NO if the precision is not ``fp8``.
+
+    Raises: MissingLibraryError (an ImportError) if a named one is not installed, or none of the order is.
+    """
+    if effective["mixed_precision"] != "fp8":
+        return FP8BackendType.NO
+    name = preferred_backend(effective)
+    if name is None:
+        order = backend_order(effective)
+        commands = "; ".join(f"{INSTALL[backend]} ({backend})" for backend in order if backend in INSTALL)
+        raise MissingLibraryError(
+            f"mixed_precision fp8 found no backend in the order {', '.join(order)}"
+            f" ({effective.source(_FP8 + 'backend_order')}): the libraries are not installed, and MSAMP is only taken"
+            f" when named; do one of: {commands + '; ' if commands else ''}put NATIVE into fp8_backend_order, which"
+            " needs no library"
+        )
+    if not is_backend_available(name):
+        raise MissingLibraryError(
+            f"{effective.source(_FP8 + 'backend')}: FP8 backend {name} is not installed; {INSTALL[name]},"
+            " or name backend NATIVE, which needs no library"
+        )
+    return FP8BackendType(name)
+
+
+def refuse_what_cannot_run(effective: Effective, backend: FP8BackendType) -> None:
+    """Raise NotInThisVersionError if this FP8 configuration is right and cannot be run yet."""
+    from acceler8 import backends
+
+    if backend is FP8BackendType.NO:
+        return
+    level = effective[_FP8 + "opt_level"]
+    if level or backend is FP8BackendType.MSAMP:
+        path = _FP8 + ("opt_level" if level else "backend")
+        raise NotInThisVersionError(
+            f"{effective.source(path)}: {'opt_level ' + level if level else 'backend MSAMP'} asks for FP8 gradients"
+            " and optimizer states, which this version cannot train with yet; for FP8 GEMMs without them leave"
+            " opt_level and MSAMPRecipeKwargs out and name backend NATIVE"
+        )
+    if backend.value.lower() not in backends.names():
+        ready = ", ".join(name.upper() for name in backends.names())
+        raise NotInThisVersionError(
+            f"{effective.source(_FP8 + 'backend')}: backend {backend} is installed, but this version has no"
+            f" connection to it yet; allowed: {ready}; name backend NATIVE"
+        )
+
+
+def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
+    """Every FP8 value that holds for ``backend``, by path, defaults included, each with its source.
+
+    Settings of other backends are left out. Delayed scaling's are left out of other recipes.
+    """
+    values = {}
+    for path, entry in ENTRIES.items():
+        if not entry.is_fp8 or path == _FP8 + "backend" or (entry.setting.backends and not _has(entry, backend)):
+            continue
+        if backend == "NATIVE" and path in DELAYED and effective[_FP8 + "recipe"] != "delayed":
+            continue
+        found = effective.values.get(path)
+        value = found or Value(entry.setting.defaults.get(backend or ""), DEFAULT)
+        if value.value is not None:
+            values[path] = value
+    return values
+
+
+def recipe_of(effective: Effective) -> Recipe:
+    """The Recipe that the native backend runs. Raises ConfigError naming where the settings stand."""
+    keys = {path.removeprefix(_FP8): value.value for path, value in fp8_values(effective, "NATIVE").items()}
+    try:
+        return build_recipe(keys)
+    except ValueError as error:
+        places = ", ".join(
+            f"{key} {effective[_FP8 + key] or 'default'} ({effective.source(_FP8 + key)})"
+            for key in ("recipe", "fp8_format")
+        )
+        raise ConfigError(f"{places}: {error}") from None
+
+
+def check(effective: Effective) -> list[str]:
+    """Whether the effective values agree with each other: notes for the user. No library is needed.
+
+    Raises: ConfigError naming the places of what contradicts itself.
+    """
+    _check_machines(effective)
+    given = [path for path in effective.values if ENTRIES[path].is_fp8]
+    if effective["mixed_precision"] != "fp8":
+        return _kept_for_the_script(effective, given)
+    backend = preferred_backend(effective)
+    if backend is None:
+        return []
+    notes = [note for path in given for note in _check_belongs(effective, path, backend)]
+    if backend == "NATIVE":
+        _check_native(effective)
+    if backend == "TE" and effective[_FP8 + "use_mxfp8_block_scaling"]:
+        _check_te_mxfp8(effective)
+    return notes
+
+
+def _has(entry: Entry, backend: str | None) -> bool:
+    return backend in entry.setting.backends
+
+
+def _is_default(path: str, value: Any) -> bool:
+    return value in ENTRIES[path].setting.defaults.values()
+
+
+def _shown(effective: Effective, path: str) -> str:
+    """``margin=2``, as written in the kind's own text."""
+    entry = ENTRIES[path]
+    return f"{entry.key}={entry.setting.kind.text(effective[path])}"
+
+
+def _kept_for_the_script(effective: Effective, given: list[str]) -> list[str]:
+    told = [path for path in given if effective.source(path).rank > Rank.DEFAULT]
+    if not told:
+        return []
+    places = ", ".join(f"{_shown(effective, path)} ({effective.source(path)})" for path in told)
+    precision = effective["mixed_precision"] or "not given"
+    return [
+        f"mixed_precision is {precision} ({effective.source('mixed_precision')}); these are kept for a script that asks"
+        f" for fp8 itself: {places}"
+    ]
+
+
+def _check_belongs(effective: Effective, path: str, backend: str) -> Iterator[str]:
+    """A setting that the backend does not have: an error if one route says both, else a note."""
+    entry, source = ENTRIES[path], effective.source(path)
+    if path in _CHOICE or not entry.setting.backends or _has(entry, backend) or _is_default(path, effective[path]):
+        return
+    namer = effective.source(_FP8 + "backend")
+    has = " and ".join(entry.setting.backends)
+    is_one_route = named_backend(effective) and namer.rank == source.rank
+    if is_one_route and source.rank in (Rank.FLAG, Rank.YAML, Rank.CODE):
+        raise ConfigError(
+            f"{source.where}: {_shown(effective, path)} is no setting of backend {backend}, which {namer.where} names;"
+            f" it is one of {has}; remove it, or name that backend"
+        )
+    yield f"{source}: {_shown(effective, path)} is not used, backend {backend} does not have it ({has} does)"
+
+
+def _check_native(effective: Effective) -> None:
+    recipe = effective[_FP8 + "recipe"] or ENTRIES[_FP8 + "recipe"].setting.defaults["NATIVE"]
+    recipe_source = effective.source(_FP8 + "recipe")
+    for path in DELAYED:
+        source = effective.source(path)
+        if path not in effective.values or recipe == "delayed" or source == recipe_source:  # both of one Recipe object
+            continue
+        if effective[path] != ENTRIES[path].setting.defaults["NATIVE"]:
+            raise ConfigError(
+                f"{source}: {_shown(effective, path)} belongs to delayed scaling, and the recipe is {recipe}"
+                f" ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
+            )
+    if effective[_FP8 + "fp8_format"] and recipe in ENTRIES[_FP8 + "recipe"].setting.kind.words:  # type: ignore[attr-defined]
+        recipe_of(effective)
+
+
+def _check_te_mxfp8(effective: Effective) -> None:
+    for path in (_FP8 + "amax_history_len", _FP8 + "amax_compute_algo"):
+        if path in effective.values and effective[path] != ENTRIES[path].setting.defaults["TE"]:
+            raise ConfigError(
+                f"{effective.source(path)}: {_shown(effective, path)} belongs to delayed scaling, and"
+                f" use_mxfp8_block_scaling is on ({effective.source(_FP8 + 'use_mxfp8_block_scaling')}); remove one"
+            )
+
+
+def _check_machines(effective: Effective) -> None:
+    machines, rank = effective["num_machines"] or 1, effective["machine_rank"]
+    many = _place(effective, "num_machines")
+    if rank is not None and rank >= machines:
+        raise ConfigError(
+            f"{_place(effective, 'machine_rank')}: machine_rank got {rank}; allowed: 0 to {machines - 1}, for"
+            f" num_machines is {machines} ({many})"
+        )
+    processes = effective["num_processes"]
+    if processes is not None and processes % machines:
+        raise ConfigError(
+            f"{_place(effective, 'num_processes')}: num_processes got {processes}; allowed: a multiple of num_machines"
+            f" {machines} ({many}), it counts the processes of all machines"
+        )
+    if machines > 1 and not effective["main_process_ip"]:
+        raise ConfigError(f"{many}: num_machines {machines} needs main_process_ip, the host of machine 0; give it")
+
+
+def _place(effective: Effective, path: str) -> str:
+    source: Source = effective.source(path)
+    return source.where

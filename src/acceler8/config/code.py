@@ -1,0 +1,342 @@
+"""The code route: constructor arguments and objects as a layer of values, and effective values as Python.
+
+``layer_from_code`` is to code what ``read_yaml`` is to a file; ``to_python`` is its inverse. Code can say more than the
+other routes (a function that chooses layers, a library's own object) and less (how many processes a launch starts);
+both are named, never dropped without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from acceler8.config.backend_choice import named_backend, preferred_backend
+from acceler8.config.environment import current_environment, read_environment
+from acceler8.config.handlers import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    RecipeHandler,
+    SchemaHandler,
+    TERecipeKwargs,
+)
+from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Plugin, TorchDynamoPlugin
+from acceler8.config.registry import ENTRIES
+from acceler8.config.sources import Effective, Layer, Rank, Source, Value, merge
+from acceler8.config.yaml_file import read_yaml
+from acceler8.errors import ConfigError
+
+CONFIG_FILE = "ACCELER8_CONFIG_FILE"
+_BACKEND, _FP8 = "fp8_config.backend", "fp8_config."
+_GEMM_HANDLERS: dict[str, type[RecipeHandler]] = {
+    "NATIVE": NativeRecipeKwargs,
+    "AO": AORecipeKwargs,
+    "TE": TERecipeKwargs,
+}
+# settings that are arguments of the constructor, in its order
+_ARGUMENTS = {
+    "mixed_precision": "mixed_precision",
+    "cpu": "use_cpu",
+    "gradient_accumulation_steps": "deepspeed_config.gradient_accumulation_steps",
+    "backend": _BACKEND,
+    "skip": _FP8 + "skip",
+    "fp8_backend_order": _FP8 + "backend_order",
+}
+
+
+@dataclass(frozen=True)
+class RecipeHandlers:
+    """The recipes among ``kwargs_handlers``, each under the attribute that scripts read."""
+
+    fp8: FP8RecipeKwargs | None = None
+    ao: AORecipeKwargs | None = None
+    te: TERecipeKwargs | None = None
+    msamp: MSAMPRecipeKwargs | None = None
+    native: NativeRecipeKwargs | None = None
+
+    @property
+    def found(self) -> tuple[RecipeHandler, ...]:
+        """Those that are there; the one that names the backend last."""
+        return tuple(h for h in (self.msamp, self.ao, self.te, self.native, self.fp8) if h is not None)
+
+
+# class -> attribute; the deprecated class is a subclass of two others and so stands before them
+_SLOTS: dict[type[RecipeHandler], str] = {
+    FP8RecipeKwargs: "fp8",
+    AORecipeKwargs: "ao",
+    TERecipeKwargs: "te",
+    MSAMPRecipeKwargs: "msamp",
+    NativeRecipeKwargs: "native",
+}
+
+
+def sort_handlers(handlers: Iterable[Any] | None) -> RecipeHandlers:
+    """Find the recipes among handlers; a subclass counts as its base.
+
+    Raises ConfigError for what is no handler, for two of a class, and for two recipes at once, except MS-AMP's levels
+    (``MSAMPRecipeKwargs``) beside one recipe for GEMMs.
+    """
+    found: dict[str, Any] = {}
+    for handler in handlers or ():
+        slot = next((name for kind, name in _SLOTS.items() if isinstance(handler, kind)), None)
+        if slot is None:
+            known = ", ".join(kind.__name__ for kind in _SLOTS)
+            why = " in this version" if isinstance(handler, KwargsHandler) else ""
+            raise ConfigError(
+                f"kwargs_handlers got a {type(handler).__name__}; allowed{why}: objects of {known}; leave it out"
+            )
+        if slot in found:
+            names = f"{type(found[slot]).__name__} and {type(handler).__name__}"
+            raise ConfigError(f"kwargs_handlers got two recipes of one class ({names}); allowed: one; leave one out")
+        found[slot] = handler
+    rivals = [handler for slot, handler in found.items() if slot != "msamp"]
+    if "fp8" in found and "msamp" in found:
+        rivals.append(found["msamp"])
+    if len(rivals) > 1:
+        raise ConfigError(
+            f"kwargs_handlers got {' and '.join(type(h).__name__ for h in rivals)}; allowed: one recipe, and"
+            " MSAMPRecipeKwargs beside it; leave one out"
+        )
+    return RecipeHandlers(**found)
+
+
+def layer_from_code(
+    *,
+    mixed_precision: Any = None,
+    cpu: bool = False,
+    gradient_accumulation_steps: int | None = None,
+    recipe: Any = None,
+    backend: Any = None,
+    skip: Iterable[str] | None = None,
+    fp8_backend_order: Iterable[str] | str | None = None,
+    handlers: RecipeHandlers | None = None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    dynamo_plugin: TorchDynamoPlugin | None = None,
+    deepspeed_plugin: DeepSpeedPlugin | None = None,
+) -> Layer:
+    """What a script says in code: arguments of ``Accelerator`` (None, and ``cpu=False``, say nothing) and objects.
+
+    ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs``; ``recipe`` is a name or a Recipe.
+    Raises: ConfigError for a value that is not allowed, and for two objects or arguments that say the same differently.
+    """
+    handlers = handlers or RecipeHandlers()
+    layer = Layer()
+    for object_ in (*handlers.found, fsdp_plugin, dynamo_plugin, deepspeed_plugin):
+        if object_ is not None:
+            _take_object(object_, layer)
+    _take_shortcuts(recipe, skip, handlers, layer)
+    _take_backend(backend, layer)
+    if fsdp_plugin is not None and deepspeed_plugin is not None:
+        raise ConfigError("Accelerator got fsdp_plugin and deepspeed_plugin; allowed: one of them; leave one out")
+    if isinstance(fp8_backend_order, Iterable) and not isinstance(fp8_backend_order, str):
+        fp8_backend_order = list(fp8_backend_order)
+    for path, raw, name in (
+        ("mixed_precision", mixed_precision, "mixed_precision"),
+        ("use_cpu", cpu or None, "cpu"),
+        ("deepspeed_config.gradient_accumulation_steps", gradient_accumulation_steps, "gradient_accumulation_steps"),
+        (_FP8 + "backend_order", fp8_backend_order, "fp8_backend_order"),
+        ("distributed_type", "FSDP" if fsdp_plugin is not None else None, "fsdp_plugin"),
+        ("distributed_type", "DEEPSPEED" if deepspeed_plugin is not None else None, "deepspeed_plugin"),
+    ):
+        if raw is not None:
+            layer.put(path, raw, _argument(name))
+    return layer
+
+
+def gather(code: Layer, config_file: Path | str | None = None) -> Effective:
+    """The effective values of a script: code, the environment, and the file named in code or ACCELER8_CONFIG_FILE."""
+    environ = current_environment()
+    file = config_file or environ.get(CONFIG_FILE) or None
+    layers = [read_yaml(file)] if file else []
+    layers += [read_environment(environ), code]
+    return merge([*layers, Layer(notes=list(_overridden_fp8(layers)))])
+
+
+def _overridden_fp8(layers: list[Layer]) -> Iterator[str]:
+    """FP8 that was asked for and is not done deserves a word, whoever won."""
+    asked = [layer.values["mixed_precision"] for layer in layers if "mixed_precision" in layer.values]
+    winner = merge(layers)
+    for value in asked:
+        if value.value == "fp8" and winner["mixed_precision"] != "fp8":
+            yield (
+                f"{value.source} asks for mixed_precision fp8, which {winner.source('mixed_precision')} overrides with"
+                f" {winner['mixed_precision']}: this run is not FP8"
+            )
+
+
+def _argument(name: str) -> Source:
+    return Source(Rank.CODE, f"Accelerator({name}=)")
+
+
+def _take_object(handler: SchemaHandler, layer: Layer) -> None:
+    given = handler.layer()
+    for path, value in given.values.items():
+        held = layer.values.get(path)
+        if held and held.source.rank is value.source.rank is Rank.CODE and held.value != value.value:
+            raise ConfigError(
+                f"{value.source.where}: {path} got {value.value!r}, and {held.value!r} from {held.source.where};"
+                " allowed: one of them"
+            )
+        if held is None or value.source.rank >= held.source.rank:
+            layer.values[path] = value
+    layer.notes += [*given.notes, *handler.code_only()]
+    if isinstance(handler, RecipeHandler) and (named := handler.backend_value()) is not None:
+        layer.values[_BACKEND] = named
+    if isinstance(handler, DeepSpeedPlugin) and handler.asks_for_levels:
+        layer.values.setdefault(_BACKEND, Value("MSAMP", Source(Rank.CODE, "DeepSpeedPlugin(enable_msamp=)")))
+
+
+def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHandlers, layer: Layer) -> None:
+    """``recipe=`` and ``skip=`` of the constructor."""
+    if recipe is None and skip is None:
+        return
+    argument = "recipe" if recipe is not None else "skip"
+    rival = next((h for h in handlers.found if h is not handlers.msamp), None)
+    if rival is not None and (recipe is not None or rival is handlers.native):
+        other = type(rival).__name__
+        raise ConfigError(
+            f"Accelerator({argument}=) and {other} are given both; allowed: one recipe;"
+            f" move {argument} into {other}, or leave that out"
+        )
+    skip = skip if skip is None or isinstance(skip, str | list | tuple) else tuple(skip)
+    if recipe is not None:
+        short = NativeRecipeKwargs(recipe=recipe, skip=skip)
+        layer.values[_BACKEND] = Value("NATIVE", _argument("recipe"))
+        for path, value in short.layer().values.items():
+            if value.source.rank is Rank.CODE:  # what it took from elsewhere is read there
+                layer.values[path] = Value(value.value, _argument("recipe"))
+        layer.notes += [note.replace("NativeRecipeKwargs", "Accelerator") for note in short.code_only()]
+    if skip is not None and not (recipe is not None and not isinstance(recipe, str)):
+        layer.put(_FP8 + "skip", skip, _argument("skip"))
+
+
+def _take_backend(backend: Any, layer: Layer) -> None:
+    if backend is None:
+        return
+    named, source = layer.values.get(_BACKEND), _argument("backend")
+    value = ENTRIES[_BACKEND].parse(backend, source.where)
+    # MS-AMP's levels go with any backend's GEMMs
+    if named is not None and named.source.rank is Rank.CODE and named.value not in (value, "MSAMP"):
+        raise ConfigError(
+            f"{source.where} got {value}, and {named.source.where} is for backend {named.value}; allowed: one backend;"
+            " leave one out"
+        )
+    layer.put(_BACKEND, backend, source)
+
+
+@dataclass
+class _Script:
+    """Python that is being written."""
+
+    handlers: list[str] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    """Paths that are expressed."""
+
+    def build(self, kind: type[SchemaHandler], effective: Effective, only: Iterable[str] | None = None) -> str:
+        """``Kind(field=value, ...)`` of the given settings that the class has."""
+        self.names.add(kind.__name__)
+        parts = []
+        for name, path in kind.PATHS.items():
+            if path in effective.values and path not in self.told and path != _BACKEND and (not only or path in only):
+                self.told.add(path)
+                parts.append(f"{name}={_literal(path, effective[path])}")
+        return f"{kind.__name__}({', '.join(parts)})"
+
+    def source(self) -> str:
+        """The text."""
+        lines = ["from acceler8 import Accelerator"]
+        if self.names:
+            lines.append(f"from acceler8.utils import {', '.join(sorted(self.names))}")
+        arguments = dict(self.arguments)
+        if self.handlers:
+            lines += ["", *(f"{name} = {text}" for name, text in zip(_recipe_names(self), self.handlers, strict=True))]
+            arguments["kwargs_handlers"] = f"[{', '.join(_recipe_names(self))}]"
+        inner = "".join(f"    {name}={text},\n" for name, text in arguments.items())
+        call = f"accelerator = Accelerator(\n{inner})" if inner else "accelerator = Accelerator()"
+        return "\n".join([*lines, "", call, ""])
+
+
+def _recipe_names(script: _Script) -> list[str]:
+    return ["recipe", "levels"][: len(script.handlers)]
+
+
+def _literal(path: str, value: Any) -> str:
+    if path == "fsdp_config.fsdp_reshard_after_forward" and value in ("true", "false"):
+        return str(value == "true")
+    return repr(list(value) if isinstance(value, tuple) and path != _FP8 + "override_linear_precision" else value)
+
+
+def to_python(effective: Effective) -> tuple[str, list[str]]:
+    """Python from which ``layer_from_code`` makes the same values, and what it leaves out because code cannot say it.
+
+    Needs no library. A backend that is not named is named by the recipe's class if there are settings for it.
+    """
+    script = _Script()
+    for name, path in _ARGUMENTS.items():
+        is_fp8 = path.startswith(_FP8) and path != _FP8 + "backend_order"
+        if path in effective.values and not is_fp8 and effective[path] is not False:
+            script.arguments[name] = _literal(path, effective[path])
+            script.told.add(path)
+    if effective["mixed_precision"] == "fp8":
+        _write_recipes(effective, script)
+    _write_plugins(effective, script)
+    return script.source(), [*_inexpressible(effective, script)]
+
+
+def _write_recipes(effective: Effective, script: _Script) -> None:
+    named = named_backend(effective)
+    given = [p for p in effective.values if p.startswith(_FP8) and p not in (_BACKEND, _FP8 + "backend_order")]
+    if not given and not named:
+        if effective[_BACKEND] == "NO":
+            script.arguments["backend"] = repr("NO")
+            script.told.add(_BACKEND)
+        return
+    backend = named or preferred_backend(effective) or "NATIVE"
+    if backend != "MSAMP":
+        script.handlers.append(script.build(_GEMM_HANDLERS[backend], effective))
+    if backend == "MSAMP" or _FP8 + "opt_level" in given:
+        script.handlers.append(script.build(MSAMPRecipeKwargs, effective))
+    if named:
+        script.told.add(_BACKEND)
+
+
+def _write_plugins(effective: Effective, script: _Script) -> None:
+    kinds: Mapping[str, tuple[type[Plugin], bool]] = {
+        "fsdp_plugin": (FullyShardedDataParallelPlugin, effective["distributed_type"] == "FSDP"),
+        "deepspeed_plugin": (DeepSpeedPlugin, effective["distributed_type"] == "DEEPSPEED"),
+        "dynamo_plugin": (TorchDynamoPlugin, bool(effective.given("dynamo_config"))),
+    }
+    for name, (kind, is_asked) in kinds.items():
+        if is_asked:
+            sections = {path for path in kind.PATHS.values() if not path.startswith(_FP8)}
+            script.arguments[name] = script.build(kind, effective, only=sections)
+            if name != "dynamo_plugin":
+                script.told.add("distributed_type")
+
+
+def _inexpressible(effective: Effective, script: _Script) -> Iterator[str]:
+    for path, value in effective.values.items():
+        if path in script.told:
+            continue
+        entry = ENTRIES[path]
+        said = f"{path}={entry.setting.kind.text(value.value)}"
+        if entry.is_fp8:
+            has = " and ".join(entry.setting.backends)
+            why = f"only recipes of {has} have it" if has and effective["mixed_precision"] == "fp8" else "needs fp8"
+            if path == _BACKEND and effective["mixed_precision"] == "fp8":
+                why = "a recipe is given, and that names a backend"
+        elif entry.section:
+            why = f"needs distributed_type {'FSDP' if entry.section == 'fsdp_config' else 'DEEPSPEED'} and a plugin"
+            if effective["distributed_type"] == "DEEPSPEED" and entry.section == "deepspeed_config":
+                why = "belongs to the launch; give it to acceler8 launch"
+        elif path == "use_cpu":
+            why = "code says so by leaving cpu out"
+        else:
+            why = "belongs to the launch; give it to acceler8 launch"
+        yield f"{said}: {why}"

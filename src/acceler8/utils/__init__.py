@@ -1,0 +1,72 @@
+"""Names that scripts import from here: recipe classes, plugins, enums, and what is available.
+
+They are Hugging Face Accelerate's, so that a script changes ``accelerate.utils`` into ``acceler8.utils``.
+"""
+
+from __future__ import annotations
+
+from acceler8.config.availability import (
+    check_cuda_fp8_capability,
+    is_fp8_available,
+    is_msamp_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+    is_transformer_engine_mxfp8_available,
+)
+from acceler8.config.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
+from acceler8.config.environment import current_environment
+from acceler8.config.handlers import (
+    AORecipeKwargs,
+    FP8KwargsHandler,
+    FP8RecipeKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    TERecipeKwargs,
+)
+from acceler8.config.kinds import Bool
+from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.errors import ConfigError
+
+__all__ = [
+    "AORecipeKwargs",
+    "DeepSpeedPlugin",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8BackendType",
+    "FP8KwargsHandler",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "KwargsHandler",
+    "MSAMPRecipeKwargs",
+    "NativeRecipeKwargs",
+    "PrecisionType",
+    "TERecipeKwargs",
+    "TorchDynamoPlugin",
+    "check_cuda_fp8_capability",
+    "is_fp8_available",
+    "is_msamp_available",
+    "is_torchao_available",
+    "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available",
+    "parse_flag_from_env",
+    "str_to_bool",
+]
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 or 0 (``to_bool``: True or False) of a word such as ``yes`` or ``Off``. Raises ConfigError, a ValueError."""
+    try:
+        found = Bool().parse(value)
+    except ValueError:
+        raise ConfigError(f"got {value!r}; allowed: {Bool().allowed}, yes, no, on, off, 1, 0, in any case") from None
+    return found if to_bool else int(found)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The boolean of an environment variable; ``default`` where it is not set. Raises ConfigError naming it."""
+    text = current_environment().get(key)
+    try:
+        return default if text is None else bool(str_to_bool(text))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
