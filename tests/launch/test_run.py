@@ -22,11 +22,11 @@ with open(f"seen-{os.environ.get('RANK')}.json", "w") as file:
 """
 ARGUMENTS = ["a b", "'", '"', "--x=1", "-", "--", "", "l1\nl2", "$HOME", "$$", "${local_rank}", "*", "\\", "ü"]
 ALL_REDUCE = """
-import datetime, torch, torch.distributed as dist
+import datetime, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=50))
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()}")
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()}\\n")  # whole, unlike print
 dist.destroy_process_group()
 """
 

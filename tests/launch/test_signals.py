@@ -64,8 +64,7 @@ def test_workers_get_one_signal_and_time_to_save(tmp_path: Path, name: str, stat
         started.assert_nothing_left()
 
 
-@pytest.mark.parametrize("mode", ["plain", "stubborn"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "mode"), [(1, "plain"), (1, "stubborn"), (2, "stubborn")])
 def test_a_killed_launcher_takes_everything_along(tmp_path: Path, processes: int, mode: str):
     write(tmp_path, "train.py", WORKER)
     with launcher(tmp_path, command=["train.py", mode], num_processes=processes) as started:
@@ -73,6 +72,20 @@ def test_a_killed_launcher_takes_everything_along(tmp_path: Path, processes: int
         started.process.kill()
         assert started.finish().returncode == -signal.SIGKILL
         started.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nothing_is_left_whenever_the_signal_comes(tmp_path: Path, processes: int, signum: signal.Signals):
+    """From before the first line of the launcher to running workers, in steps that meet the starts in between."""
+    write(tmp_path, "train.py", WORKER)
+    for step in range(24):
+        with launcher(tmp_path, command=["train.py", "stubborn"], num_processes=processes, grace_period_s=0) as started:
+            time.sleep(step * (0.01 if processes == 1 else 0.1))
+            started.process.send_signal(signum)
+            started.finish()
+            started.assert_nothing_left()
 
 
 def test_workers_of_a_killed_launcher_end_even_without_the_guardian(tmp_path: Path):

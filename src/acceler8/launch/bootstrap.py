@@ -39,6 +39,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 def main() -> None:
     """Tie this process to its parent and become the program of the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C this early ends quietly
     program, arguments = sys.argv[2], sys.argv[2:]
     die_with_parent(int(sys.argv[1]))
     # Python ignores these two at its start, and an ignored signal stays ignored across exec.

@@ -65,8 +65,9 @@ def launch(spec: LaunchSpec, *, parent: Mapping[str, str]) -> int:
     Failure: the others get SIGTERM, ``grace_period_s`` to save, then SIGKILL. Signals: see ``stopping``. In both
         cases, and if this process is killed by SIGKILL, whatever the workers had started ends too (on Linux; see
         ``guardian``). After success, what a worker left running on purpose goes on.
-    Streams: workers write to this process's stdout and stderr (or to ``log_dir``), several of them unbuffered
-        (``python -u``); rank 0 reads its stdin, the others an empty one.
+    Streams: workers write to this process's stdout and stderr (or to ``log_dir``). Several do it unbuffered
+        (``python -u``), as torchrun has it: nothing is lost when one is killed, but a ``print`` is two writes, so
+        two workers' lines may run together. Rank 0 reads this process's stdin, the others an empty one.
     One process on one machine is a plain child, which starts without torch; several, machines or restarts go
         through torch's elastic agent.
     Raises: LaunchError, before anything starts, for a command that cannot run; later, if machines do not meet.
@@ -95,6 +96,7 @@ def launch(spec: LaunchSpec, *, parent: Mapping[str, str]) -> int:
                 stopping.is_returning.set()
                 workers.close()
                 workers.stop(spec.grace_period_s)
+                workers.wait_for_groups(spec.grace_period_s)
                 workers.reap(kill_leftovers=not is_success)
     return status
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
+from acceler8.launch.report import describe_stop, say
 from acceler8.launch.workers import KILL_LIMIT_S, Workers
 
 SAME_PRESS_S = 0.3
 """Two SIGINTs this close are one press: wrappers (make, uv) may pass on what the terminal has already sent."""
 
-RELEASE_S = 3.0
+RELEASE_S = 2.0
 """How long the main thread may take to notice that all workers have ended, before the process ends without it."""
 
 
@@ -68,5 +68,5 @@ class Stopping:
             self._workers.wait(KILL_LIMIT_S)
         if not self.is_returning.wait(RELEASE_S):
             assert self.signum is not None
-            print(f"acceler8 launch: stopped by {signal.Signals(self.signum).name}", file=sys.stderr, flush=True)
+            say(describe_stop(self.signum, self.killed, self._grace_s))
             os._exit(128 + self.signum)  # the guardian hears of it and cleans up

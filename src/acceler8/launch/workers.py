@@ -38,13 +38,14 @@ KILL_LIMIT_S = 10.0
 
 @dataclass
 class Worker:
-    """One worker process; ``code`` is its exit status, or minus the signal that ended it."""
+    """One worker process; ``code`` is its exit status, or minus the signal that ended it; ``is_asked``: to end."""
 
     rank: int
     local_rank: int
     process: subprocess.Popen[bytes]
     code: int | None = None
     ended_at: float = field(default=float("inf"))
+    is_asked: bool = False
 
     @property
     def pid(self) -> int:
@@ -65,6 +66,16 @@ def _wait_without_reaping(process: subprocess.Popen[bytes]) -> int:
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _has_members(groups: set[int]) -> bool:
+    """Whether a process of one of ``groups`` runs; zombies do not. Without /proc nobody is seen."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if state != "Z" and int(group) in groups:
+                return True
+    return False
 
 
 class Workers:
@@ -177,14 +188,16 @@ class Workers:
         """Send ``signum`` to every running worker: to the process, or to its group where it is a program."""
         with self._changed:
             for worker in self.running:
+                worker.is_asked = True
                 with suppress(ProcessLookupError, PermissionError):
                     (os.killpg if self._signals_group else os.kill)(worker.pid, signum)
 
     def kill(self) -> None:
-        """Kill what is running, groups included."""
+        """Kill what is running, groups included; a program that was asked to end may have left its group."""
         with self._changed:
-            for worker in self.running:
-                kill_group(worker.pid)
+            for worker in self._workers:
+                if worker.code is None or worker.is_asked:
+                    kill_group(worker.pid)
 
     def stop(self, grace_s: float) -> int:
         """Ask all running workers to end (SIGTERM), kill those that have not after ``grace_s``; how many those
@@ -197,6 +210,16 @@ class Workers:
         self.kill()
         self.wait(KILL_LIMIT_S)
         return late
+
+    def wait_for_groups(self, timeout_s: float) -> None:
+        """Wait for what programs that were asked to end have started: a shell ends first, the training saves."""
+        deadline = time.monotonic() + timeout_s
+        while self._signals_group and time.monotonic() < deadline:
+            with self._changed:
+                groups = {worker.pid for worker in self._workers if worker.is_asked}
+            if not groups or not _has_members(groups):
+                return
+            time.sleep(0.02)
 
     def reap(self, *, kill_leftovers: bool) -> None:
         """Forget the ended workers; with ``kill_leftovers``, what they left running is killed."""
