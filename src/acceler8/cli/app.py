@@ -11,6 +11,7 @@ import sys
 
 import typer
 
+from acceler8.cli.config import app as config
 from acceler8.cli.demo import demo
 from acceler8.errors import Acceler8Error
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.add_typer(config)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from acceler8.config import backend_choice
 from acceler8.config.environment import read_environment
 from acceler8.config.files import default_file
-from acceler8.config.registry import ENTRIES, SECTIONS, Entry
+from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.setting import shown_name
 from acceler8.config.sources import Effective, Layer, Rank, Source, merge
 from acceler8.config.yaml_file import read_yaml
@@ -85,12 +86,13 @@ def find_key(key: str, where: str) -> Entry:
 
 def check(effective: Effective) -> list[str]:
     """Notes on values that have no use together. Raises ConfigError, naming both places, for a contradiction."""
-    for problem in _contradictions(effective):
+    for problem in contradictions(effective):
         raise ConfigError(problem)
-    return [*_idle(effective), *_check_backend(effective)]
+    return [*_idle(effective), *backend_choice.check(effective)]
 
 
-def _contradictions(effective: Effective) -> Iterator[str]:
+def contradictions(effective: Effective) -> Iterator[str]:
+    """Each contradiction between devices, processes and engines, as the message of an error."""
     for part in (_device_problems, _process_problems, _fsdp_problems, _deepspeed_problems):
         yield from part(_Given(effective))
 
@@ -142,58 +144,65 @@ def _gpu_only(path: str, allowed: str, given: _Given) -> Iterator[str]:
 
 
 def _process_problems(given: _Given) -> Iterator[str]:
-    processes, machines, rank = given["num_processes"], given["num_machines"], given["machine_rank"]
-    if processes and processes > 1 and given["distributed_type"] == "NO":
+    if (given["num_processes"] or 1) > 1 and given["distributed_type"] == "NO":
         several = "MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         yield given.problem("num_processes", "distributed_type", allowed=f"1 for NO; several need {several}")
-    if processes and machines and processes % machines:
-        allowed = f"a multiple of {machines}: processes are counted over all machines"
-        yield given.problem("num_processes", "num_machines", allowed=allowed)
-    if rank and machines and rank >= machines:
-        yield given.problem("machine_rank", "num_machines", allowed=f"0 to {machines - 1}")
-    if rank and not machines:
-        yield given.problem("machine_rank", allowed="0 on one machine; say how many with num_machines")
 
 
 def _fsdp_problems(given: _Given) -> Iterator[str]:
-    version = "fsdp_config.fsdp_version"
-    if given["distributed_type"] != "FSDP" or given[version] != 2:
+    if given["distributed_type"] != "FSDP":
         return
-    reshard = "fsdp_config.fsdp_reshard_after_forward"
-    if given[reshard] not in (None, "true", "false"):
+    section = "fsdp_config.fsdp_"
+    version, reshard, form = section + "version", section + "reshard_after_forward", section + "state_dict_type"
+    is_two = given[version] == 2
+    versions = (version,) if given[version] else ()  # not given: 1, as in Accelerate
+    is_word_of_two = given[reshard] in ("true", "false")
+    # Accelerate's launcher exports version 2's word with version 1 too
+    is_asked = given.effective.source(reshard).rank is not Rank.ENVIRONMENT
+    if is_two and given[reshard] and not is_word_of_two:
         yield given.problem(reshard, version, allowed="true, false under FSDP 2; a sharding strategy is FSDP 1's")
-    form = "fsdp_config.fsdp_state_dict_type"
-    if given[form] == "LOCAL_STATE_DICT":
+    if not is_two and is_word_of_two and is_asked:
+        yield given.problem(reshard, *versions, allowed="a sharding strategy under FSDP 1; or say fsdp_version 2")
+    if is_two and given[form] == "LOCAL_STATE_DICT":
         yield given.problem(form, version, allowed="FULL_STATE_DICT, SHARDED_STATE_DICT under FSDP 2")
+    if is_two and given[section + "forward_prefetch"]:
+        yield given.problem(section + "forward_prefetch", version, allowed="false under FSDP 2; leave it out")
+    offload = section + "activation_checkpointing_offload"
+    if given[offload] and not (is_two and given[section + "activation_checkpointing"]):
+        yield given.problem(offload, *versions, allowed="with activation_checkpointing and fsdp_version 2")
+    sync, loading = section + "sync_module_states", section + "cpu_ram_efficient_loading"
+    if not is_two and given[loading] and given[sync] is False:
+        yield given.problem(sync, loading, allowed="true: the other processes start empty")
 
 
 def _deepspeed_problems(given: _Given) -> Iterator[str]:
-    file = "deepspeed_config.deepspeed_config_file"
-    if given["distributed_type"] != "DEEPSPEED" or given[file] is None:
+    if given["distributed_type"] != "DEEPSPEED":
         return
+    section, backend = "deepspeed_config.", "fp8_config.backend"
+    file = section + "deepspeed_config_file"
     for key in _OF_DEEPSPEED_FILE:
-        path = f"deepspeed_config.{key}"
-        if given[path] is not None:
-            yield given.problem(path, file, allowed="one of the two; DeepSpeed's file says it already")
+        if given[file] is not None and given[section + key] is not None:
+            yield given.problem(section + key, file, allowed="one of the two; DeepSpeed's file says it already")
+    if given[section + "zero_stage"] == 3 and given["mixed_precision"] == "fp8" and given[backend] == "MSAMP":
+        yield given.problem(backend, section + "zero_stage", allowed="stages 0, 1, 2 with MSAMP; or another backend")
 
 
 def _idle(effective: Effective) -> list[str]:
-    """Sections of a file or a command line that nothing reads, because the switch for them stands elsewhere."""
+    """Sections of a file or a command line that nothing reads, because another engine is chosen."""
     notes = []
-    for section in SECTIONS:
+    for section, engine in _ENGINE_OF_SECTION.items():
         asked = [
             value
             for path, value in effective.values.items()
             if ENTRIES[path].section == section and value.source.rank in (Rank.YAML, Rank.FLAG)
         ]
-        engine = _ENGINE_OF_SECTION.get(section)
-        switch, needed = ("distributed_type", engine) if engine else ("mixed_precision", "fp8")
-        if section == "dynamo_config" or not asked or effective[switch] == needed:
-            continue
-        now = effective[switch] or "not given"
-        notes.append(f"{asked[0].source.where}: {section} is not used: {switch} is {now}, not {needed}")
+        if asked and effective["distributed_type"] != engine:
+            now = effective["distributed_type"] or "not given"
+            notes.append(f"{asked[0].source.where}: {section} is not used: distributed_type is {now}, not {engine}")
+    init, file = "deepspeed_config.zero3_init_flag", "deepspeed_config.deepspeed_config_file"
+    stage = effective["deepspeed_config.zero_stage"]
+    is_asked = effective["distributed_type"] == "DEEPSPEED" and effective[init] and effective[file] is None
+    if is_asked and stage != 3:
+        now = "not given" if stage is None else stage
+        notes.append(f"{effective.source(init).where}: zero3_init_flag is not used: zero_stage is {now}, not 3")
     return notes
-
-
-def _check_backend(effective: Effective) -> list[str]:
-    return []

@@ -36,6 +36,13 @@ _UNSUPPORTED = {
     "downcast_bf16": "set it to 'no'; acceler8 has no TPU",
     "ipex_config": "leave it out; PyTorch has its own kernels for the CPU",
 }
+IGNORED: dict[str, str] = {
+    **_UNSUPPORTED,
+    "compute_environment": "LOCAL_MACHINE",
+    "fp16": "an old spelling of mixed_precision",
+    "dynamo_backend": "an old spelling of dynamo_config's dynamo_backend",
+}
+"""Keys of Accelerate's files that are no settings here, and what to do about each."""
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {}, [""])
 _TAG = "tag:yaml.org,2002:"
 _MAPPING, _SEQUENCE, _BOOL, _NULL, _MERGE = (_TAG + name for name in ("map", "seq", "bool", "null", "merge"))
@@ -74,7 +81,14 @@ def read_yaml(path: Path | str) -> Layer:
 def to_yaml(effective: Effective) -> str:
     """The file from which ``read_yaml`` makes the same values."""
     nested = to_nested(effective)
-    return str(yaml.safe_dump(nested, sort_keys=False, width=110)) if nested else "{}\n"
+    return str(yaml.dump(nested, Dumper=_Dumper, sort_keys=False, width=110)) if nested else "{}\n"
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Lists on one line, sections on one line a key."""
+
+
+_Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(_SEQUENCE, items, flow_style=True))
 
 
 def to_nested(effective: Effective) -> dict[str, Any]:
@@ -126,7 +140,7 @@ def _root(path: Path) -> yaml.MappingNode:
         raise ConfigError(_located(error, path, text)) from None
     except RecursionError:
         raise ConfigError(f"{path}:1: is nested too deeply; allowed: sections of settings") from None
-    except ValueError:  # PyYAML itself, on an escape beyond Unicode or a version with too many digits
+    except (ValueError, OverflowError):  # PyYAML itself, on an escape beyond Unicode or a version with too many digits
         raise ConfigError(f"{path}:1: is not YAML (a number or an escape is out of range); write key: value") from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == "" and root.style is None):
         return yaml.MappingNode(_MAPPING, [])
@@ -195,11 +209,14 @@ def _plain(node: yaml.Node, depth: int = 0) -> Any:
         return [_plain(part, depth + 1) for part in node.value]
     if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
         return _table(node, depth)
-    if isinstance(node, yaml.ScalarNode) and node.tag == _BOOL:
+    if isinstance(node, yaml.ScalarNode) and node.tag == _BOOL and not depth:
         return node.value.lower() in _TRUE if node.value.lower() in _TRUE + _FALSE else _Refused(shown(node.value))
     if isinstance(node, yaml.ScalarNode) and node.tag == _NULL:
         return None
-    if isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS:
+    if isinstance(node, yaml.ScalarNode) and node.tag in (
+        *_TEXTS,
+        _BOOL,
+    ):  # in a list or a table a word stays as it is written
         return _joined(node.value)
     return _Refused(f"a value with the tag {shown_name(node.tag)}")
 

@@ -1,0 +1,56 @@
+"""Valid values of every kind, from the schema itself, and effective values made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from acceler8.config import ENTRIES, Effective, Layer, Rank, Source, merge
+from acceler8.config.kinds import NOTHING, Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+
+# one line that an environment variable can hold
+LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0"), max_size=12)
+ODD_NAMES = st.sampled_from(["none", "~", "[01]*", "(a)", '"a"', "'", "layers.[ab].*", "no", "a=b", "--x", "#", ": "])
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values as ``kind.parse`` gives them."""
+    match kind:
+        case Bool():
+            return st.booleans()
+        case Int():
+            least = -(10**6) if kind.least is None else kind.least
+            return st.integers(least, 10**9 if kind.most is None else kind.most)
+        case Number():
+            return st.floats(kind.least, allow_nan=False, allow_infinity=False)
+        case Choice():
+            return st.sampled_from(kind.words)
+        case Text():
+            return LINES.map(str.strip).filter(lambda text: text.lower() not in NOTHING)
+        case Names():
+            names = (LINES | ODD_NAMES).map(lambda name: name.replace(",", "").strip()).filter(bool)
+            return st.lists(names, max_size=3).map(tuple)
+        case Words():
+            return st.permutations(kind.words).flatmap(
+                lambda words: st.integers(1, len(words)).map(lambda count: tuple(words[:count]))
+            )
+        case ThreeBools():
+            return st.tuples(st.booleans(), st.booleans(), st.booleans())
+        case Table():
+            return st.dictionaries(LINES, LINES, max_size=3)
+    raise AssertionError(f"no values for {kind}")
+
+
+def settings(paths: Any = tuple(ENTRIES)) -> st.SearchStrategy[dict[str, Any]]:
+    """Any valid set of settings, by path, in the order of the schema."""
+    some = st.fixed_dictionaries({}, optional={path: values_of(ENTRIES[path].setting.kind) for path in paths})
+    return some.map(lambda found: {path: found[path] for path in ENTRIES if path in found})
+
+
+def effective_of(values: dict[str, Any], rank: Rank = Rank.CODE) -> Effective:
+    """Effective values with one source."""
+    layer = Layer()
+    for path, value in values.items():
+        layer.put(path, value, Source(rank, "test"))
+    return merge([layer])
