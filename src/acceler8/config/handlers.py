@@ -242,7 +242,7 @@ class MSAMPRecipeKwargs(RecipeHandler):
         """With the level even where it is the default: the class asks for one."""
         layer = super().layer()
         if "fp8_config.opt_level" not in layer.values and self.opt_level is not None:
-            layer.put("fp8_config.opt_level", self.opt_level, DEFAULT)
+            layer.put("fp8_config.opt_level", self.opt_level, Source(Rank.DEFAULT, f"of {type(self).__name__}"))
         return layer
 
 

@@ -16,7 +16,7 @@ from acceler8.config.enums import DynamoBackend
 from acceler8.config.environment import current_environment, read_environment
 from acceler8.config.handlers import SchemaHandler, plain, takes_other_spellings
 from acceler8.config.registry import ENTRIES
-from acceler8.config.sources import DEFAULT, Layer, Value
+from acceler8.config.sources import DEFAULT, Layer, Rank, Source, Value
 from acceler8.errors import ConfigError
 
 _POLICIES = {
@@ -340,5 +340,5 @@ class DeepSpeedPlugin(Plugin):
         if not self.enable_msamp:
             layer.values.pop("fp8_config.opt_level", None)
         elif "fp8_config.opt_level" not in layer.values:
-            layer.put("fp8_config.opt_level", self.msamp_opt_level, DEFAULT)
+            layer.put("fp8_config.opt_level", self.msamp_opt_level, Source(Rank.DEFAULT, "of DeepSpeedPlugin"))
         return layer

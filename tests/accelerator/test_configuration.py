@@ -1,0 +1,269 @@
+"""An Accelerator configured by code, environment and file: what holds, who decided, and that it is what runs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import acceler8
+from acceler8 import recipes
+from acceler8.accelerator import Accelerator
+from acceler8.config.backend_choice import NotInThisVersionError
+from acceler8.errors import Acceler8Error, ConfigError, RecipeError
+from acceler8.nn import Fp8Linear, state_of
+from acceler8.utils import (
+    AORecipeKwargs,
+    DeepSpeedPlugin,
+    DistributedType,
+    FP8BackendType,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    PrecisionType,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+)
+from tests.config.packages import install
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+
+
+def report_line(accelerator: Accelerator, key: str) -> str:
+    (line,) = [line for line in str(accelerator.fp8_report()).splitlines() if line.startswith(f"  {key} = ")]
+    return " ".join(line.split())
+
+
+# --- precision and arguments
+
+
+@pytest.mark.parametrize("word", ["FP8", "Fp8", PrecisionType.FP8])
+def test_precision_in_any_case(word) -> None:
+    accelerator = Accelerator(word, cpu=True)
+    assert accelerator.mixed_precision == "fp8"
+    assert accelerator.fp8_enabled
+    assert accelerator.fp8_backend is FP8BackendType.NATIVE
+    assert isinstance(accelerator.prepare(model())[0], Fp8Linear)
+
+
+def test_environment_decides_what_code_leaves_open(monkeypatch) -> None:
+    assert Accelerator(cpu=True).mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "Fp8")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    accelerator = Accelerator(cpu=False)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp8", 4)
+    assert accelerator.device == torch.device("cpu")
+    assert report_line(accelerator, "mixed_precision").endswith("environment ACCELERATE_MIXED_PRECISION")
+    assert Accelerator("bf16", gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+
+
+def test_precision_that_code_takes_away_is_logged(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with caplog.at_level(logging.WARNING, "acceler8"):
+        accelerator = Accelerator("bf16", cpu=True)
+    assert "overrides with bf16: this run is not FP8" in caplog.text
+    assert not accelerator.fp8_enabled
+    assert accelerator.fp8_backend is FP8BackendType.NO
+
+
+def test_both_spellings_of_the_handlers() -> None:
+    handler = NativeRecipeKwargs(recipe="tensorwise")
+    for arguments in ({"kwargs_handlers": [handler]}, {"kwarg_handlers": (handler,)}):
+        accelerator = Accelerator("fp8", cpu=True, **arguments)
+        assert accelerator.native_recipe_handler is handler
+        assert accelerator.has_fp8_handler
+        assert accelerator.recipe == recipes.get("tensorwise")
+    with pytest.raises(ConfigError, match="kwargs_handlers and kwarg_handlers, two spellings"):
+        Accelerator("fp8", cpu=True, kwargs_handlers=[], kwarg_handlers=[])
+
+
+# --- values reach the layers
+
+
+def test_margin_and_history_reach_the_layers_by_each_route(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "mixed_precision: fp8\nfp8_config:\n  recipe: delayed\n  margin: 2\n  amax_history_len: 8\n  fp8_format: e4m3\n"
+    )
+    environ = {
+        "ACCELERATE_FP8_RECIPE": "delayed",
+        "ACCELERATE_FP8_MARGIN": "2",
+        "ACCELERATE_FP8_AMAX_HISTORY_LEN": "8",
+        "ACCELERATE_FP8_FORMAT": "E4M3",
+    }
+    handler = NativeRecipeKwargs("delayed", margin=2, amax_history_len=8, fp8_format="E4M3")
+    by_code = Accelerator("fp8", cpu=True, kwargs_handlers=[handler])
+    by_file = Accelerator(cpu=True, config_file=file)
+    with monkeypatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        by_environment = Accelerator("fp8", cpu=True)
+    monkeypatch.setenv("ACCELER8_CONFIG_FILE", str(file))
+    by_named_file = Accelerator(cpu=True)
+    expected = recipes.get("delayed", formats="E4M3", margin=2, amax_history_len=8)
+    outputs = []
+    for accelerator in (by_code, by_file, by_environment, by_named_file):
+        torch.manual_seed(0)
+        prepared = accelerator.prepare(model())
+        assert prepared[0]._acceler8_layer.recipe == expected
+        assert state_of(prepared).amax.history_len == 8
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            outputs.append(prepared(x))
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert report_line(by_code, "margin") == "margin = 2 code NativeRecipeKwargs(margin=)"
+    assert report_line(by_environment, "margin") == "margin = 2 environment ACCELERATE_FP8_MARGIN"
+    assert report_line(by_file, "margin") == f"margin = 2 yaml {file}:4"
+    assert report_line(by_file, "interval") == "interval = 1 default"
+
+
+def test_the_report_names_a_launchers_flag(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_RECIPE", "tensorwise")
+    monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.recipe": ["FLAG", "--fp8_recipe"]}')
+    accelerator = Accelerator(cpu=True)
+    assert report_line(accelerator, "recipe") == "recipe = tensorwise flag --fp8_recipe"
+    assert report_line(accelerator, "fp8_format") == "fp8_format = HYBRID default of recipe tensorwise"
+    assert report_line(accelerator, "backend") == "backend = NATIVE default"
+
+
+def test_a_recipe_object_runs_as_it_is() -> None:
+    mine = recipes.get("rowwise", skip=("0",)).with_gemms(wgrad=False).replace(name="mine")
+    for accelerator in (
+        Accelerator("fp8", cpu=True, recipe=mine, skip=iter(["nothing"])),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(mine, skip=["nothing"])]),
+    ):
+        assert accelerator.recipe == mine.replace(skip=("0", "nothing"))
+    prepared = Accelerator("fp8", cpu=True, recipe=mine).prepare(model())
+    assert [type(layer) for layer in prepared] == [nn.Linear, Fp8Linear]
+
+
+# --- the backend
+
+
+@pytest.mark.parametrize("spelling", ["te", "TE", "Te"])
+def test_a_named_backend_in_any_case_and_route(monkeypatch, tmp_path, spelling: str) -> None:
+    install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"fp8_config: {{backend: {spelling}}}\n")
+    accelerators = [
+        Accelerator("fp8", cpu=True, config_file=file),
+        Accelerator("fp8", cpu=True, backend=spelling),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[TERecipeKwargs()]),
+    ]
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", spelling)
+    accelerators.append(Accelerator("fp8", cpu=True))
+    for accelerator in accelerators:
+        assert accelerator.fp8_backend is FP8BackendType.TE
+        assert not accelerator.delayed_fp8_autocast  # one process
+        with pytest.raises(NotInThisVersionError, match="backend TE is installed, but this version has no connection"):
+            accelerator.prepare(model())
+    assert Accelerator("fp8", cpu=True, backend="native").fp8_backend is FP8BackendType.NATIVE  # code before variable
+
+
+def test_a_missing_backend_is_an_import_error() -> None:
+    for arguments in ({"backend": "ao"}, {"kwargs_handlers": [AORecipeKwargs()]}):
+        with pytest.raises(ImportError, match=r"FP8 backend AO is not installed; pip install 'torchao>=0\.6\.1'"):
+            Accelerator("fp8", cpu=True, **arguments)
+    with pytest.raises(ImportError, match="AO, TE, MSAMP"):
+        Accelerator("fp8", cpu=True, fp8_backend_order="AO,TE,MSAMP")
+    assert Accelerator("fp8", cpu=True, fp8_backend_order=["TE", "NATIVE"]).fp8_backend is FP8BackendType.NATIVE
+
+
+@pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated:FutureWarning")
+def test_levels_are_configured_and_refused_before_training() -> None:
+    for handlers, backend in (
+        ([MSAMPRecipeKwargs("O1")], FP8BackendType.MSAMP),
+        ([MSAMPRecipeKwargs(), NativeRecipeKwargs()], FP8BackendType.NATIVE),
+        ([FP8RecipeKwargs(optimization_level="O2")], FP8BackendType.MSAMP),
+    ):
+        accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=handlers)
+        assert accelerator.fp8_backend is backend
+        with pytest.raises(
+            NotInThisVersionError, match="FP8 gradients and optimizer states, which this version cannot"
+        ):
+            accelerator.prepare(model())
+    assert accelerator.fp8_recipe_handler is handlers[0]
+    assert accelerator.te_recipe_handler is accelerator.msamp_recipe_handler is None
+
+
+# --- contradictions
+
+
+def test_a_recipe_without_fp8_is_an_error_wherever_the_precision_comes_from(monkeypatch) -> None:
+    with pytest.raises(RecipeError, match=r"got TERecipeKwargs with mixed_precision='no' \(default\)"):
+        Accelerator(cpu=True, kwargs_handlers=[TERecipeKwargs()])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match=r"'bf16' .environment ACCELERATE_MIXED_PRECISION.; allowed: a recipe only"):
+        Accelerator(cpu=True, recipe="rowwise")
+
+
+def test_settings_that_contradict_each_other_stop_at_construction(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
+    with pytest.raises(ConfigError, match="ACCELERATE_FP8_MARGIN: margin=2 belongs to delayed scaling"):
+        Accelerator("fp8", cpu=True, recipe="rowwise")
+    Accelerator("bf16", cpu=True)  # kept for whoever asks for fp8
+    assert Accelerator("fp8", cpu=True, recipe="delayed").recipe.margin == 2
+
+
+def test_a_wrong_file_is_located(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: fp8\nfp8_config:\n  recipe: rowwize\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: fp8_config\.recipe got 'rowwize'"):
+        Accelerator(cpu=True, config_file=file)
+
+
+# --- what is kept and not done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (
+            {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+            r"Accelerator\(fsdp_plugin=\): distributed_type FSDP is not",
+        ),
+        ({"deepspeed_plugin": DeepSpeedPlugin()}, "distributed_type DEEPSPEED is not in this version"),
+        ({"dynamo_backend": "inductor"}, r"TorchDynamoPlugin\(backend=\): torch.compile \(dynamo_backend INDUCTOR\)"),
+        ({"dynamo_plugin": TorchDynamoPlugin(backend="eager")}, "dynamo_backend EAGER"),
+    ],
+)
+def test_engines_are_refused_not_left_out(arguments: dict, match: str) -> None:
+    accelerator = Accelerator("bf16", cpu=True, **arguments)
+    plain = model()
+    with pytest.raises(NotInThisVersionError, match=match) as error:
+        accelerator.prepare(torch.optim.SGD(plain.parameters()), plain)
+    assert isinstance(error.value, Acceler8Error)
+    assert not accelerator._optimizers  # nothing is half prepared
+    for name, value in arguments.items():
+        if name != "dynamo_backend":
+            assert getattr(accelerator, name) is value
+
+
+def test_engines_of_the_environment_are_refused_too(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    accelerator = Accelerator("no", cpu=True)
+    assert accelerator.distributed_type is DistributedType.FSDP
+    with pytest.raises(NotInThisVersionError, match="environment ACCELERATE_USE_FSDP"):
+        accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2))))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    assert Accelerator("no", cpu=True, dynamo_plugin=TorchDynamoPlugin()).prepare(model()) is not None
+
+
+def test_two_of_one_thing() -> None:
+    with pytest.raises(ConfigError, match="dynamo_plugin and dynamo_backend"):
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(), dynamo_backend="eager")
+
+
+def test_names_at_the_top() -> None:
+    assert acceler8.DistributedType is DistributedType
+    assert acceler8.FullyShardedDataParallelPlugin is FullyShardedDataParallelPlugin
+    assert acceler8.NativeRecipeKwargs is NativeRecipeKwargs

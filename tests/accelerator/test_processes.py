@@ -1,0 +1,126 @@
+"""Several processes: each finds its place, they meet, and data parallel training is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from acceler8.accelerator.processes import join_processes
+from acceler8.errors import ConfigError
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+if sys.argv[1] == "own group":
+    distributed.init_process_group("gloo")
+from acceler8 import Accelerator
+from acceler8.config.backend_choice import NotInThisVersionError
+
+accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+second = Accelerator(mixed_precision="bf16", cpu=True)
+total = torch.tensor([accelerator.process_index + 1.0])
+accelerator.wait_for_everyone()
+distributed.all_reduce(total)
+refused = []
+for thing in (nn.Linear(16, 16), DataLoader(TensorDataset(torch.zeros(4)))):
+    try:
+        accelerator.prepare(thing)
+    except NotInThisVersionError as error:
+        refused.append(str(error))
+scheduler = accelerator.prepare("anything else")
+accelerator.print("only once")
+facts = dict(
+    count=accelerator.num_processes, index=accelerator.process_index, local=accelerator.local_process_index,
+    main=accelerator.is_main_process, local_main=accelerator.is_local_main_process, total=total.item(),
+    device=str(accelerator.device), kind=str(accelerator.distributed_type), backend=distributed.get_backend(),
+    second=second.process_index, refused=refused,
+)
+second.end_training()
+alive = distributed.is_initialized()
+accelerator.end_training()
+facts |= dict(alive=alive, ended=not distributed.is_initialized())
+if distributed.is_initialized():
+    distributed.destroy_process_group()
+print(json.dumps(facts))
+"""
+
+
+def start(case: str, rank: int, port: int) -> subprocess.Popen[str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    source = Path(__file__).parents[2] / "src"
+    env = {**os.environ, **{k: str(v) for k, v in place.items()}, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, case], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("case", ["from the variables", "own group"])
+def test_two_processes_know_their_places(case: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = [start(case, rank, port) for rank in range(2)]
+    outputs = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    for rank, (out, _) in enumerate(outputs):
+        *before, last = out.splitlines()
+        assert before == (["only once"] if rank == 0 else [])
+        facts = json.loads(last)
+        refused = facts.pop("refused")
+        assert facts == {
+            "count": 2,
+            "index": rank,
+            "local": rank,
+            "main": rank == 0,
+            "local_main": rank == 0,
+            "total": 3.0,
+            "device": "cpu",
+            "kind": "MULTI_CPU",
+            "backend": "gloo",
+            "second": rank,
+            "alive": True,  # the second Accelerator did not start the group, so it does not end it
+            "ended": case != "own group",
+        }
+        assert [text.split(":")[0] for text in refused] == [
+            f"prepare got a Linear in process {rank} of 2",
+            f"prepare got a DataLoader in process {rank} of 2",
+        ]
+        assert all("data parallel training is not in this version yet" in text for text in refused)
+
+
+PLACE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"RANK": ""}, "RANK is not set, and WORLD_SIZE is above 1; start with acceler8 launch or torchrun"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+        ({"RANK": "2"}, "RANK: got 2; allowed: 0 to 1, for WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: got 'two'; allowed: a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE: got '-1'"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+    ],
+)
+def test_a_wrong_place_is_named(changes: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        join_processes({**PLACE, **changes}, "cpu", cpu=True)
+    assert not torch.distributed.is_initialized()
+
+
+def test_one_process_starts_no_group() -> None:
+    for environ in ({}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        found = join_processes(environ, None, cpu=True)
+        assert (found.num_processes, found.process_index, found.device) == (1, 0, torch.device("cpu"))
+        found.wait()
+        found.end()
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,27 @@
+"""Packages that look installed, for tests of what is found without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, version: str, name: str | None = None) -> None:
+    """Put a distribution on the path whose import fails: whoever only looks does not notice."""
+    (folder / module).mkdir()
+    (folder / module / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    info = folder / f"{(name or module).replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name or module}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+
+def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what this process's environment says about a training."""
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "ACCELER8_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)

@@ -1,0 +1,243 @@
+"""Who computes FP8, and whether the values agree: by every route, without a vendor's library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from acceler8 import backends, recipes
+from acceler8.config import Effective, Layer, Rank, Source, merge, parse_flags, read_environment, read_yaml
+from acceler8.config.backend_choice import (
+    NotInThisVersionError,
+    check,
+    choose_backend,
+    fp8_values,
+    preferred_backend,
+    recipe_of,
+    refuse_what_cannot_run,
+)
+from acceler8.config.enums import FP8BackendType
+from acceler8.errors import ConfigError
+from acceler8.recipes import DelayedScaling
+from tests.config.packages import forget_environment, install
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch) -> None:
+    forget_environment(monkeypatch)
+
+
+def flags(*words: str, precision: str = "fp8") -> Effective:
+    return merge([parse_flags([f"--mixed_precision={precision}", *words]).layer])
+
+
+def environment(**variables: str) -> Effective:
+    return merge([read_environment({"ACCELERATE_MIXED_PRECISION": "fp8", **variables})])
+
+
+def yaml(folder: Path, text: str, precision: str = "fp8") -> Effective:
+    path = folder / "run.yaml"
+    path.write_text(f"mixed_precision: {precision}\n{text}")
+    return merge([read_yaml(path)])
+
+
+def code(values: dict[str, object], precision: str = "fp8") -> Effective:
+    layer = Layer()
+    layer.put("mixed_precision", precision, Source(Rank.CODE, "Accelerator(mixed_precision=)"))
+    for path, value in values.items():
+        layer.put(path, value, Source(Rank.CODE, f"Recipe({path})"))
+    return merge([layer])
+
+
+# --- the choice
+
+
+def test_without_fp8_no_backend() -> None:
+    assert choose_backend(flags("--fp8_backend=te", precision="bf16")) is FP8BackendType.NO
+
+
+@pytest.mark.parametrize("spelling", ["native", "NATIVE", "Native"])
+def test_named_in_any_case(spelling: str) -> None:
+    assert choose_backend(flags(f"--fp8_backend={spelling}")) is FP8BackendType.NATIVE
+
+
+@pytest.mark.parametrize("spelling", ["te", "TE", "Te", "transformer_engine"])
+def test_one_backend_by_every_spelling(monkeypatch, tmp_path, spelling: str) -> None:
+    install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
+    assert choose_backend(yaml(tmp_path, f"fp8_config: {{backend: {spelling}}}\n")) is FP8BackendType.TE
+
+
+def test_nothing_named_takes_native_even_where_others_are(monkeypatch, tmp_path) -> None:
+    install(monkeypatch, tmp_path, "torchao", "0.9.0")
+    assert choose_backend(flags()) is FP8BackendType.NATIVE
+    assert choose_backend(flags("--fp8_backend=no")) is FP8BackendType.NATIVE
+
+
+def test_the_order_decides_among_those_that_are_there(monkeypatch, tmp_path) -> None:
+    order = {"ACCELERATE_FP8_BACKEND_ORDER": "AO,TE,MSAMP"}
+    with pytest.raises(ImportError) as error:
+        choose_backend(environment(**order))
+    for word in ("AO, TE, MSAMP", "environment ACCELERATE_FP8_BACKEND_ORDER", "pip install 'torchao>=", "NATIVE"):
+        assert word in str(error.value)
+    assert preferred_backend(environment(**order)) is None
+    assert check(environment(**order)) == []
+    install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
+    assert choose_backend(environment(**order)) is FP8BackendType.TE
+    install(monkeypatch, tmp_path, "torchao", "0.9.0")
+    assert choose_backend(environment(**order)) is FP8BackendType.AO
+
+
+def test_levels_are_never_taken_unnamed() -> None:
+    with pytest.raises(ImportError, match="MSAMP is only taken when named"):
+        choose_backend(flags("--fp8_backend_order=msamp"))
+    assert choose_backend(flags("--fp8_backend=msamp")) is FP8BackendType.MSAMP
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("te", "pip install --no-build-isolation"), ("ao", "pip install 'torch")]
+)
+def test_named_and_missing_says_how_to_install_it(name: str, command: str) -> None:
+    with pytest.raises(
+        ImportError, match=f"flag --fp8_backend: FP8 backend {name.upper()} is not installed; {command}"
+    ):
+        choose_backend(flags(f"--fp8_backend={name}"))
+
+
+def test_installed_and_not_connected_is_refused_before_running(monkeypatch, tmp_path) -> None:
+    install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
+    effective = flags("--fp8_backend=te")
+    assert "te" not in backends.names()
+    with pytest.raises(NotInThisVersionError, match=r"flag --fp8_backend: backend TE is installed, but .* NATIVE"):
+        refuse_what_cannot_run(effective, choose_backend(effective))
+
+
+@pytest.mark.parametrize("words", [("--fp8_backend=msamp",), ("--fp8_opt_level=O1",)])
+def test_levels_cannot_run_yet(words: tuple[str, ...]) -> None:
+    effective = flags(*words)
+    with pytest.raises(NotInThisVersionError, match="leave opt_level and MSAMPRecipeKwargs out"):
+        refuse_what_cannot_run(effective, choose_backend(effective))
+    refuse_what_cannot_run(flags(), FP8BackendType.NATIVE)
+
+
+# --- values
+
+
+def test_values_are_the_backends_with_their_sources() -> None:
+    values = fp8_values(flags("--fp8_margin=2", "--fp8_recipe=delayed", "--fp8_pad_inner_dim=false"), "NATIVE")
+    shown = {path.rpartition(".")[2]: (value.value, str(value.source)) for path, value in values.items()}
+    assert shown["margin"] == (2, "flag --fp8_margin")
+    assert shown["amax_compute_algo"] == ("max", "default")
+    assert "pad_inner_dim" not in shown
+    assert fp8_values(flags(), "TE")["fp8_config.amax_compute_algo"].value == "most_recent"
+    assert "fp8_config.margin" not in fp8_values(flags(), "NATIVE")  # not of rowwise
+
+
+def test_every_setting_reaches_the_recipe() -> None:
+    recipe = recipe_of(
+        environment(
+            ACCELERATE_FP8_RECIPE="DELAYED",
+            ACCELERATE_FP8_FORMAT="e4m3",
+            ACCELERATE_FP8_MARGIN="2",
+            ACCELERATE_FP8_INTERVAL="3",
+            ACCELERATE_FP8_AMAX_HISTORY_LENGTH="8",
+            ACCELERATE_FP8_AMAX_COMPUTE_ALGO="Most_recent",
+            ACCELERATE_FP8_OVERRIDE_WGRAD="1",
+            ACCELERATE_FP8_SKIP="a,b",
+            ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL="yes",
+            ACCELERATE_FP8_POW2_SCALES="on",
+        )
+    )
+    scaling = DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=2, interval=3)
+    expected = recipes.get("delayed", formats="E4M3", eval="fp8", skip=("a", "b"), pow2_scales=True)
+    assert recipe == expected.replace(scaling=scaling).with_gemms(wgrad=False)
+    assert recipe_of(flags()) == recipes.get("rowwise")
+
+
+# --- agreement
+
+
+def test_one_route_that_contradicts_itself_is_an_error(tmp_path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match="--fp8_pad_inner_dim: pad_inner_dim=false is no setting of backend NATIVE, which --fp8_backend names;"
+        " it is one of AO",
+    ):
+        check(flags("--fp8_backend=native", "--fp8_pad_inner_dim=false"))
+    text = "fp8_config:\n  backend: AO\n  margin: 2\n"
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: margin=2 is no setting of backend AO, which .*run\.yaml:3"):
+        check(yaml(tmp_path, text))
+    with pytest.raises(ConfigError, match="is no setting of backend TE"):
+        check(code({"fp8_config.backend": "TE", "fp8_config.skip": ("a",)}))
+
+
+def test_two_routes_that_differ_make_a_note() -> None:
+    routes = [
+        parse_flags(["--fp8_backend=ao"]).layer,
+        read_environment({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_MARGIN": "2"}),
+    ]
+    assert check(merge(routes)) == [
+        "environment ACCELERATE_FP8_MARGIN: margin=2 is not used, backend AO does not have it (NATIVE and TE does)"
+    ]
+    assert "pad_inner_dim=false is not used" in check(environment(ACCELERATE_FP8_PAD_INNER_DIM="false"))[0]
+
+
+def test_a_default_said_aloud_is_silent() -> None:
+    assert check(flags("--fp8_backend=ao", "--fp8_margin=0", "--fp8_interval=1")) == []
+    assert check(flags("--fp8_margin=0", "--fp8_amax_history_len=1024", "--fp8_amax_compute_algo=max")) == []
+
+
+def test_delayed_settings_need_the_delayed_recipe(tmp_path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"yaml .*run\.yaml:4: margin=2 belongs to delayed scaling, and the recipe is blockwise \(yaml .*:3\);"
+        " set recipe delayed, or remove margin",
+    ):
+        check(yaml(tmp_path, "fp8_config:\n  recipe: blockwise\n  margin: 2\n"))
+    with pytest.raises(ConfigError, match=r"amax_history_len=8 .* the recipe is rowwise \(default\)"):
+        check(environment(ACCELERATE_FP8_AMAX_HISTORY_LEN="8"))
+    assert check(flags("--fp8_recipe=delayed", "--fp8_margin=2")) == []
+
+
+def test_a_format_that_the_recipe_has_not_is_located() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe blockwise \(flag --fp8_recipe\), fp8_format E5M2 \(flag --fp8_format\): fprop got E5M2",
+    ):
+        check(flags("--fp8_recipe=blockwise", "--fp8_format=E5M2"))
+
+
+def test_mxfp8_of_transformer_engine_has_no_history() -> None:
+    with pytest.raises(ConfigError, match="amax_history_len=8 belongs to delayed scaling, and use_mxfp8_block_scaling"):
+        check(flags("--fp8_backend=te", "--fp8_use_mxfp8_block_scaling", "--fp8_amax_history_len=8"))
+    assert check(flags("--fp8_backend=te", "--fp8_use_mxfp8_block_scaling", "--fp8_amax_history_len=1024")) == []
+
+
+def test_fp8_settings_without_fp8_are_kept_and_said(tmp_path) -> None:
+    (note,) = check(yaml(tmp_path, "fp8_config:\n  backend: te\n  skip: [a]\n", precision="bf16"))
+    assert "mixed_precision is bf16" in note
+    assert "backend=TE" in note
+    assert "run.yaml:4" in note
+    assert check(flags(precision="bf16")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--machine_rank=1"], "machine_rank got 1; allowed: 0 to 0"),
+        (
+            ["--num_machines=2", "--machine_rank=2", "--main_process_ip=a"],
+            r"--machine_rank: .* allowed: 0 to 1, for num_machines is 2 \(--num_machines\)",
+        ),
+        (["--num_machines=2", "--num_processes=3", "--main_process_ip=a"], "num_processes got 3; allowed: a multiple"),
+        (["--num_machines=2", "--num_processes=4"], "--num_machines: num_machines 2 needs main_process_ip"),
+    ],
+)
+def test_machines(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check(flags(*words))
+
+
+def test_machines_that_fit_and_fsdp_on_the_cpu() -> None:
+    words = ["--num_machines=2", "--num_processes=4", "--machine_rank=1", "--main_process_ip=a"]
+    assert check(flags(*words, "--use_fsdp", "--cpu")) == []
