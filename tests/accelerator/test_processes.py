@@ -16,7 +16,7 @@ from acceler8.accelerator.processes import join_processes
 from acceler8.errors import ConfigError
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +28,12 @@ from acceler8.config.backend_choice import NotInThisVersionError
 accelerator = Accelerator(mixed_precision="fp8", cpu=True)
 second = Accelerator(mixed_precision="bf16", cpu=True)
 total = torch.tensor([accelerator.process_index + 1.0])
+distributed.barrier()  # both are here, so that the second waits for as long as the first sleeps
+if accelerator.is_main_process:
+    time.sleep(1)
+start = time.monotonic()
 accelerator.wait_for_everyone()
+waited = time.monotonic() - start
 distributed.all_reduce(total)
 refused = []
 for thing in (nn.Linear(16, 16), DataLoader(TensorDataset(torch.zeros(4)))):
@@ -42,7 +47,7 @@ facts = dict(
     count=accelerator.num_processes, index=accelerator.process_index, local=accelerator.local_process_index,
     main=accelerator.is_main_process, local_main=accelerator.is_local_main_process, total=total.item(),
     device=str(accelerator.device), kind=str(accelerator.distributed_type), backend=distributed.get_backend(),
-    second=second.process_index, refused=refused,
+    second=second.process_index, refused=refused, waited=waited,
 )
 second.end_training()
 alive = distributed.is_initialized()
@@ -71,11 +76,13 @@ def test_two_processes_know_their_places(case: str) -> None:
     workers = [start(case, rank, port) for rank in range(2)]
     outputs = [worker.communicate(timeout=120) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
+    waits: list[float] = []
     for rank, (out, _) in enumerate(outputs):
         *before, last = out.splitlines()
         assert before == (["only once"] if rank == 0 else [])
         facts = json.loads(last)
-        refused = facts.pop("refused")
+        refused, waited = facts.pop("refused"), facts.pop("waited")
+        waits.append(waited)
         assert facts == {
             "count": 2,
             "index": rank,
@@ -95,6 +102,8 @@ def test_two_processes_know_their_places(case: str) -> None:
             f"prepare got a DataLoader in process {rank} of 2",
         ]
         assert all("data parallel training is not in this version yet" in text for text in refused)
+    assert waits[1] > waits[0]  # the second waited while the first slept
+    assert waits[1] > 0.5
 
 
 PLACE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +178,12 @@ def test_plugins_give_settings_and_the_engine() -> None:
     assert said(layer)["opt_level"] == ("O2", "default of DeepSpeedPlugin")
 
 
+def test_a_level_given_in_code_stays_beside_a_plugins_default() -> None:
+    levels = sort_handlers([MSAMPRecipeKwargs("O1")])
+    layer = layer_from_code(handlers=levels, deepspeed_plugin=DeepSpeedPlugin(enable_msamp=True))
+    assert said(layer)["opt_level"] == ("O1", "code MSAMPRecipeKwargs(opt_level=)")
+
+
 def test_saying_nothing_says_nothing() -> None:
     assert layer_from_code().values == {}
 
@@ -311,3 +321,19 @@ def test_text_cannot_break_out_of_the_script() -> None:
     nasty = "a'); import os; ('"
     effective = merge([layer_from_code(mixed_precision="fp8", recipe="rowwise", skip=[nasty])])
     assert run(to_python(effective)[0])["fp8_config.skip"] == (nasty,)
+
+
+def test_none_of_it_needs_torch_or_a_vendor() -> None:
+    work = """
+import sys
+from acceler8 import utils
+from acceler8.config import layer_from_code, merge, to_python
+from acceler8.config.backend_choice import check
+from acceler8.config.code import sort_handlers
+layer = layer_from_code(mixed_precision="fp8", handlers=sort_handlers([utils.TERecipeKwargs(margin=2)]))
+print(check(merge([layer])), len(to_python(merge([layer]))[1]), utils.FullyShardedDataParallelPlugin().fsdp_version)
+print(sorted({"torch", "transformer_engine", "torchao"} & set(sys.modules)))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    result = subprocess.run([sys.executable, "-c", work], env=env, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("[] 0 1\n[]\n", "")

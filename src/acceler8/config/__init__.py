@@ -6,6 +6,8 @@ keeps who won (code > flag > environment > YAML > default). Nothing here imports
 
 from __future__ import annotations
 
+from acceler8.config.backend_choice import choose_backend
+from acceler8.config.code import gather, layer_from_code, to_python
 from acceler8.config.environment import current_environment, read_environment, write_environment
 from acceler8.config.flags import parse_flags, to_flags
 from acceler8.config.registry import ENTRIES
@@ -21,12 +23,16 @@ __all__ = [
     "Rank",
     "Source",
     "Value",
+    "choose_backend",
     "current_environment",
+    "gather",
+    "layer_from_code",
     "merge",
     "parse_flags",
     "read_environment",
     "read_yaml",
     "to_flags",
+    "to_python",
     "to_yaml",
     "write_environment",
 ]

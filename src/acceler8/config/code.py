@@ -243,7 +243,7 @@ class _Script:
         self.names.add(kind.__name__)
         parts = []
         for name, path in kind.PATHS.items():
-            if path in effective.values and path not in self.told and path != _BACKEND and (not only or path in only):
+            if path in effective.values and path not in self.told and (not only or path in only):
                 self.told.add(path)
                 parts.append(f"{name}={_literal(path, effective[path])}")
         return f"{kind.__name__}({', '.join(parts)})"
@@ -267,8 +267,6 @@ def _recipe_names(script: _Script) -> list[str]:
 
 
 def _literal(path: str, value: Any) -> str:
-    if path == "fsdp_config.fsdp_reshard_after_forward" and value in ("true", "false"):
-        return str(value == "true")
     return repr(list(value) if isinstance(value, tuple) and path != _FP8 + "override_linear_precision" else value)
 
 
