@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 
 from acceler8.config import ENTRIES, Effective, Layer, Rank, Source, merge
 from acceler8.config.kinds import NOTHING, Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.errors import ConfigError
 
 # one line that an environment variable can hold
 LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0"), max_size=12)
@@ -54,3 +56,12 @@ def effective_of(values: dict[str, Any], rank: Rank = Rank.CODE) -> Effective:
     for path, value in values.items():
         layer.put(path, value, Source(rank, "test"))
     return merge([layer])
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """The message of the ConfigError that a call raises; None if it raises nothing."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -80,7 +80,8 @@ def find_key(key: str, where: str) -> Entry:
             names.setdefault(name, entry)
             names.setdefault(f"{entry.section}.{name}", entry)
     if key not in names:
-        raise ConfigError(f"{where}: {unknown_name('setting', shown_name(key), ENTRIES)}")
+        known = ENTRIES if "." in key else [entry.key for entry in ENTRIES.values()]
+        raise ConfigError(f"{where}: {unknown_name('setting', shown_name(key), known)}")
     return names[key]
 
 

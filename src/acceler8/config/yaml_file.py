@@ -209,14 +209,14 @@ def _plain(node: yaml.Node, depth: int = 0) -> Any:
         return [_plain(part, depth + 1) for part in node.value]
     if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
         return _table(node, depth)
-    if isinstance(node, yaml.ScalarNode) and node.tag == _BOOL and not depth:
-        return node.value.lower() in _TRUE if node.value.lower() in _TRUE + _FALSE else _Refused(shown(node.value))
+    if isinstance(node, yaml.ScalarNode) and node.tag == _BOOL:
+        word = node.value.lower()
+        if word not in _TRUE + _FALSE:  # !!bool before another word
+            return _Refused(shown(node.value))
+        return str(node.value) if depth else word in _TRUE  # in a list or a table it stays as it is written
     if isinstance(node, yaml.ScalarNode) and node.tag == _NULL:
         return None
-    if isinstance(node, yaml.ScalarNode) and node.tag in (
-        *_TEXTS,
-        _BOOL,
-    ):  # in a list or a table a word stays as it is written
+    if isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS:
         return _joined(node.value)
     return _Refused(f"a value with the tag {shown_name(node.tag)}")
 
