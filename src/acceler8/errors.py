@@ -58,6 +58,14 @@ class HardwareError(Acceler8Error, RuntimeError):
     """The device cannot do what was asked."""
 
 
+class MissingLibraryError(Acceler8Error, ImportError):
+    """A library that was asked for is not installed; the message has the command that installs it."""
+
+
+class NotInThisVersionError(Acceler8Error, NotImplementedError):
+    """Something is configured that this version cannot run yet; the message says what to do instead."""
+
+
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> str:
     """Message for a name that is not in a registry: what was got, the nearest valid name, all valid names."""
     names = sorted(valid)

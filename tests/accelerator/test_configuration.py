@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import Accelerator
-from acceler8.config.backend_choice import NotInThisVersionError
-from acceler8.errors import Acceler8Error, ConfigError, RecipeError
+from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, RecipeError
 from acceler8.nn import Fp8Linear, state_of
 from acceler8.utils import (
     AORecipeKwargs,

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 if sys.argv[1] == "own group":
     distributed.init_process_group("gloo")
 from acceler8 import Accelerator
-from acceler8.config.backend_choice import NotInThisVersionError
 
 accelerator = Accelerator(mixed_precision="fp8", cpu=True)
 second = Accelerator(mixed_precision="bf16", cpu=True)

@@ -9,7 +9,6 @@ import pytest
 from acceler8 import backends, recipes
 from acceler8.config import Effective, Layer, Rank, Source, merge, parse_flags, read_environment, read_yaml
 from acceler8.config.backend_choice import (
-    NotInThisVersionError,
     check,
     choose_backend,
     fp8_values,
@@ -18,7 +17,7 @@ from acceler8.config.backend_choice import (
     refuse_what_cannot_run,
 )
 from acceler8.config.enums import FP8BackendType
-from acceler8.errors import ConfigError
+from acceler8.errors import ConfigError, NotInThisVersionError
 from acceler8.recipes import DelayedScaling
 from tests.config.packages import forget_environment, install
 

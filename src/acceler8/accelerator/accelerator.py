@@ -41,7 +41,7 @@ from acceler8.accelerator.processes import join_processes
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
 from acceler8.config import backend_choice
-from acceler8.config.backend_choice import NotInThisVersionError, choose_backend, fp8_values, recipe_of
+from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
 from acceler8.config.code import gather, layer_from_code, sort_handlers
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
@@ -49,7 +49,7 @@ from acceler8.config.handlers import recipe_values
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from acceler8.config.sources import DEFAULT, Rank, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
-from acceler8.errors import ConfigError, RecipeError, unknown_name
+from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import SingleProcess, Strategy
 from acceler8.recipes import Recipe, resolve

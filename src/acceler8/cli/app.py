@@ -13,6 +13,8 @@ import typer
 
 from acceler8.cli.config import app as config
 from acceler8.cli.demo import demo
+from acceler8.cli.env import env
+from acceler8.cli.launch import RawCommand, launch
 from acceler8.errors import Acceler8Error
 
 app = typer.Typer(
@@ -20,12 +22,14 @@ app = typer.Typer(
     help="Train PyTorch models in FP8, and see that it worked.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
 app.add_typer(config)
+app.command()(env)
+app.command(cls=RawCommand, add_help_option=False)(launch)
 
 
 def _print_version(is_asked: bool) -> None:

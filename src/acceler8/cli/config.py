@@ -268,6 +268,7 @@ def _missing(backend: str) -> list[str]:
     """What this machine lacks for a backend: its library, and a GPU with FP8."""
     from acceler8.config import Layer, Rank, Source, availability, backend_choice, merge
     from acceler8.config.enums import FP8BackendType
+    from acceler8.errors import NotInThisVersionError
 
     lines = []
     is_installed = availability.is_backend_available(backend)
@@ -279,7 +280,7 @@ def _missing(backend: str) -> list[str]:
     layer.put("fp8_config.backend", backend, Source(Rank.FLAG, "answer"))
     try:
         backend_choice.refuse_what_cannot_run(merge([layer]), FP8BackendType(backend))
-    except backend_choice.NotInThisVersionError as error:
+    except NotInThisVersionError as error:
         lines += [str(error).removeprefix("flag answer: ")] if is_installed else []
     return lines
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from importlib import metadata, util
 
-from acceler8.errors import Acceler8Error
-
 _TORCHAO_LEAST = (0, 6, 1)  # Accelerate's; an implementation may need more
 _MXFP8_TE_LEAST = (2, 0)
 _FP8_CAPABILITY, _MXFP8_CAPABILITY = (8, 9), (10, 0)
@@ -20,10 +18,6 @@ INSTALL = {
     "TE": "pip install --no-build-isolation 'transformer_engine[pytorch]'",
 }
 """What to do where a backend's library is missing."""
-
-
-class MissingLibraryError(Acceler8Error, ImportError):
-    """A library that was asked for is not installed; the message has the command that installs it."""
 
 
 def installed_version(module: str, *distributions: str) -> tuple[int, ...] | None:

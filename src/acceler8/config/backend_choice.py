@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from acceler8.config.availability import INSTALL, MissingLibraryError, is_backend_available
+from acceler8.config.availability import INSTALL, is_backend_available
 from acceler8.config.enums import FP8BackendType
 from acceler8.config.handlers import build_recipe
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import BACKENDS
 from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
-from acceler8.errors import Acceler8Error, ConfigError
+from acceler8.errors import ConfigError, MissingLibraryError, NotInThisVersionError
 
 if TYPE_CHECKING:
     from acceler8.recipes import Recipe
@@ -25,10 +25,6 @@ _FP8 = "fp8_config."
 DELAYED = tuple(_FP8 + key for key in ("margin", "interval", "amax_history_len", "amax_compute_algo"))
 # settings about the choice itself, which no backend "has"
 _CHOICE = (_FP8 + "backend", _FP8 + "backend_order", _FP8 + "opt_level")
-
-
-class NotInThisVersionError(Acceler8Error, NotImplementedError):
-    """Something is configured that this version cannot run yet; the message says what to do instead."""
 
 
 def named_backend(effective: Effective) -> str | None:
