@@ -102,7 +102,7 @@ ZERO3_INIT = "deepspeed_config.zero3_init_flag"
 
 
 @given(values=settings())
-@examples(max_examples=150, deadline=None)
+@examples(max_examples=100, deadline=None)
 def test_python_says_the_same_or_names_what_it_leaves_out(values: dict[str, Any]):
     effective = effective_of(values)
     source, unexpressed = to_python(effective)

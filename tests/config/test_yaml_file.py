@@ -312,7 +312,7 @@ PIECES = st.sampled_from(
 @example(text="[" * 5000)
 @example(text="environment: &a {x: *a}")
 @example(text="a: &a [*a]\n*a : 1")
-@examples(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_is_read_or_refused_with_a_place(tmp_path: Path, text: str | bytes):
     path = tmp_path / "any.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from acceler8.config.kinds import Bool, Choice
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import DYNAMO_BACKENDS, SHARDING_STRATEGIES
-from acceler8.config.sources import Effective, Layer, Rank, Source, merge
+from acceler8.config.sources import DEFAULT, Effective, Layer, Rank, Source, merge
 
 ANSWER = Source(Rank.FLAG, "answer")
 _OPTIONAL = "(empty: not given)"
@@ -70,6 +70,7 @@ class Wizard:
         self._prompter = prompter
         self._known = known or Layer()
         self._answers = Layer()
+        self._source = DEFAULT if isinstance(prompter, DefaultAnswers) else ANSWER
         self._missing = missing or (lambda backend: [])
 
     def run(self) -> Effective:
@@ -308,7 +309,7 @@ class Wizard:
 
     def _take(self, path: str, raw: Any) -> None:
         if path not in self._known.values:
-            self._answers.put(path, raw, ANSWER)
+            self._answers.put(path, raw, self._source)
 
 
 def _help(entry: Entry) -> str:
