@@ -100,6 +100,11 @@ WRONG = [
     ([*FSDP2, "fsdp_forward_prefetch=true"], "fsdp_forward_prefetch", "fsdp_version"),
     ([*FSDP2, "fsdp_activation_checkpointing_offload=true"], "fsdp_activation_checkpointing_offload", "fsdp_version"),
     ([*FSDP1, "fsdp_sync_module_states=no", "fsdp_cpu_ram_efficient_loading=yes"], "fsdp_sync_module_states", "start"),
+    (
+        [*FSDP2, "mixed_precision=fp8", "backend=ao", "fsdp_cpu_ram_efficient_loading=true"],
+        "fsdp_cpu_ram_efficient_loading",
+        "backend",
+    ),
     ([*ZERO, "deepspeed_config_file=a", "zero_stage=2"], "zero_stage", "deepspeed_config_file"),
     ([*ZERO, "mixed_precision=fp8", "backend=msamp", "zero_stage=3"], "backend", "zero_stage"),
 ]

@@ -162,6 +162,15 @@ def test_fsdp(version: str):
     assert check(effective) == []
 
 
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_torchao_under_fsdp_turns_efficient_loading_off_and_says_so(version: str):
+    answers = MULTI | FP8 | {"Use FSDP?": True, "Which FSDP?": version, "Which FP8 backend?": "AO"}
+    prompter, effective = run(answers)
+    assert effective["fsdp_config.fsdp_cpu_ram_efficient_loading"] is False
+    assert "cannot be combined with torchao" in prompter.said[0]
+    assert check(effective) == []
+
+
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_deepspeed(stage: str):
     answers = MULTI | FP8 | {"Use DeepSpeed?": True, "Which ZeRO stage?": stage, "Greatest gradient": "1.0"}

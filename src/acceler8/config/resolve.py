@@ -174,6 +174,9 @@ def _fsdp_problems(given: _Given) -> Iterator[str]:
     sync, loading = section + "sync_module_states", section + "cpu_ram_efficient_loading"
     if not is_two and given[loading] and given[sync] is False:
         yield given.problem(sync, loading, allowed="true: the other processes start empty")
+    backend = "fp8_config.backend"
+    if given[loading] and given["mixed_precision"] == "fp8" and given[backend] == "AO":
+        yield given.problem(loading, backend, allowed="false with AO: its weights cannot be filled in after conversion")
 
 
 def _deepspeed_problems(given: _Given) -> Iterator[str]:
