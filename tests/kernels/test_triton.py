@@ -27,6 +27,11 @@ NUMPY = [
 pytestmark = NUMPY if INTERPRETED else [pytest.mark.requires(sm=89)]
 on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="runs on a GPU, not in Triton's interpreter")
 
+
+def large(n: int) -> object:
+    return pytest.param(n, marks=on_gpu_only)
+
+
 ALL = list(GRANULARITIES.values())
 every = pytest.mark.parametrize("granularity", ALL, ids=str)
 SMALL, LARGE = SHAPES[:-1], [SHAPES[-1], (1000, 1500)]  # one tile or two; several in each direction
@@ -99,6 +104,17 @@ def test_one_orientation_alone(granularity, fmt):
     x = make("outliers", 33, 48, torch.float32)
     assert_same_codes(x, fmt, None, granularity, "rows")
     assert_same_codes(x, None, fmt, granularity, "cols")
+
+
+@pytest.mark.parametrize("cols", [15, 16, 200, 1025, large(5632), large(16384), large(16400)])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_rows_that_a_program_holds_whole(cols, pow2):
+    """Row scales of rows alone need one pass, up to a width."""
+    for i, rows in enumerate((1, 5) if INTERPRETED else (1, 5, 130, 300)):
+        x = make(DATA[(i + cols) % len(DATA)], rows, cols, DTYPES[(i + cols) % 3], seed=i)
+        for fmt in (E4M3, E5M2):
+            assert_same_codes(x, fmt, None, ROWWISE, (rows, cols), pow2=pow2, margin=1)
+        assert_same_codes(lay_out(x, "transposed"), E4M3, None, ROWWISE, (rows, cols, "strided"))
 
 
 @every

@@ -6,7 +6,7 @@ An FP8 GEMM wants both operands contiguous along the contraction, and each tenso
 contracted along two different dimensions, so each is needed twice: as it lies (``rows``) and transposed
 (``cols``: the codes of ``x.t()``, groups along its rows). One kernel makes either or both from a single read.
 Where the groups are whole tensors, rows or columns, their amax is found first (``amax.py``, or earlier steps
-for delayed scaling); local blocks find theirs inside the tile. (The kernel is in ``_quantize_kernel.py``.)
+for delayed scaling); local blocks find theirs inside the tile. (The kernels are in ``_quantize_kernel.py``.)
 
 The contracted dimension is filled with zero codes up to ``granularity.contraction_multiple``, after
 quantisation: no amax ever sees the filler and it adds exactly zero to a GEMM.
@@ -24,7 +24,7 @@ from acceler8.errors import DtypeError, ShapeError
 from acceler8.formats import FORMATS, Format, decode
 from acceler8.kernels import _triton
 from acceler8.kernels._library import library
-from acceler8.kernels._quantize_kernel import quantize_triton
+from acceler8.kernels._quantize_launch import quantize_triton
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.statistics import PACKED, pack_ref
 from acceler8.scaling import (
@@ -112,14 +112,15 @@ def _cast(
     x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool,
     amax: Tensor | None = None, staging: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    rows, cols, groups = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt), GRANULARITIES[granularity]
-    options: dict[str, Any] = {"pow2": pow2, "margin": margin, "amax": amax}
     # Statistics come from the reference, on the tensor's own device: with its sums in the kernel, Triton 3.6 on an
     # H200 gave sums and filler codes that differed from run to run; without them the kernel gave the reference's
     # codes wherever it was compared.
     if _triton.runs_on(x) and x.numel() and not statistics:
-        return quantize_triton(x, rows, cols, groups, staging=staging, **options)
-    out = _cast_ref(x, rows, cols, groups, statistics=statistics, **options)
+        return quantize_triton(x, rows_fmt, cols_fmt, granularity, pow2, margin, amax, staging)
+    rows, cols = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt)
+    out = _cast_ref(
+        x, rows, cols, GRANULARITIES[granularity], pow2=pow2, margin=margin, amax=amax, statistics=statistics
+    )
     if staging is not None:
         torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
     return out
