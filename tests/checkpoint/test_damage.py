@@ -14,7 +14,7 @@ from tests.checkpoint.support import Net, assert_same, train_step
 
 FILES = [
     "model.safetensors",
-    "fp8.safetensors",
+    "acceler8_state.safetensors",
     "optimizer.json",
     "optimizer.safetensors",
     "extra.json",

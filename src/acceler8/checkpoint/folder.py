@@ -9,12 +9,13 @@ writer a folder; a reader that meets a swap half-way gets an error, never a mix,
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from acceler8.errors import CheckpointError
 
@@ -28,23 +29,29 @@ def readable(folder: Path) -> Path:
     return previous if not (folder / MANIFEST).is_file() and (previous / MANIFEST).is_file() else folder
 
 
+def building_path(folder: Path, token: str) -> Path:
+    """Where ``whole_folder`` with this ``token`` builds; other processes that write into it know it by this."""
+    return folder.with_name(f".{folder.name}.writing-{token}")
+
+
 @contextmanager
-def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
+def whole_folder(folder: Path, owned: Container[str], token: str | None = None) -> Iterator[Path]:
     """An empty folder to fill; a clean exit makes it ``folder``, an exception removes it and changes nothing.
 
-    Files in the replaced folder whose names are not in ``owned`` belong to someone else and are carried over.
+    Files in the replaced folder that are not in ``owned``, nor listed as its own, belong to someone else and are
+    carried over.
     Raises: CheckpointError if ``folder`` is something else than a checkpoint or an empty folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _settle(folder)
     _check_target(folder)
-    building = folder.with_name(f".{folder.name}.writing-{secrets.token_hex(4)}")
+    building = building_path(folder, token or secrets.token_hex(4))
     building.mkdir()
     try:
         yield building
         if folder.is_dir():
             _carry_over(folder, building, owned)
-        sync_folder(building)
+        _sync_tree(building)
         _swap_in(building, folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -66,6 +73,23 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait for all of it: a hook's files come without a flush of their own."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            (sync_folder if path.is_dir() else sync_file)(path)
+    sync_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove ``folder`` so that a death on the way leaves nothing under its name that looks whole, or is half."""
+    leaving = folder.with_name(f".{folder.name}.leaving")
+    if leaving.is_dir():
+        shutil.rmtree(leaving)
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 def _previous(folder: Path) -> Path:
@@ -101,14 +125,24 @@ def _check_target(folder: Path) -> None:
         )
 
 
-def _carry_over(old: Path, new: Path, owned: frozenset[str]) -> None:
+def _carry_over(old: Path, new: Path, owned: Container[str]) -> None:
+    listed = _listed(old)
     for entry in old.iterdir():
-        if entry.name in owned:
+        if entry.name in owned or entry.name in listed or (new / entry.name).exists():
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, new / entry.name, symlinks=True)
         else:
             shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _listed(folder: Path) -> set[str]:
+    """First parts of the names that a checkpoint lists as its own."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {PurePosixPath(name).parts[0] for name in files if name}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
 
 
 def _swap_in(building: Path, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +12,12 @@ from torch.optim import Optimizer
 
 from acceler8.checkpoint.compare import compare_config
 from acceler8.checkpoint.folder import MANIFEST, readable
-from acceler8.checkpoint.manifest import Manifest, check_hash, is_checkpoint_folder, read_manifest
+from acceler8.checkpoint.manifest import Manifest, check_hash, is_checkpoint_folder, read_json, read_manifest
 from acceler8.checkpoint.model import check_fit, load_state
 from acceler8.checkpoint.optimizer import load_named_state
 from acceler8.checkpoint.rng import check_rng, restore_rng
-from acceler8.checkpoint.save import FP8, MODEL, Stateful
+from acceler8.checkpoint.save import FP8, Stateful
+from acceler8.checkpoint.shards import read_model
 from acceler8.checkpoint.tensorfile import read_tensors
 from acceler8.checkpoint.tree import decode
 from acceler8.errors import CheckpointError, unknown_name
@@ -65,13 +65,18 @@ class Checkpoint:
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """What is inside: some of model, fp8, optimizer, extra, module_extra, rng."""
+        """What is inside: some of model, acceler8_state, optimizer, extra, module_extra, rng."""
         return tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in self._manifest.files))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of its files, with ``/`` where one lies in a folder of a hook's."""
+        return tuple(self._manifest.files)
 
     def verify(self) -> None:
         """Hash every file against ``checkpoint.json``; raises CheckpointError for the first that differs."""
         for name in self._manifest.files:
-            self._verified_path(name)
+            self.verified_path(name)
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict, on the CPU; tied names share one tensor, as they did."""
@@ -79,7 +84,7 @@ class Checkpoint:
 
     def fp8_state(self) -> dict[str, Tensor]:
         """The FP8 state that was saved, on the CPU; empty if there was none."""
-        return read_tensors(self._verified_path(FP8)) if FP8 in self._manifest.files else {}
+        return read_tensors(self.verified_path(FP8)) if FP8 in self._manifest.files else {}
 
     def check_config(self, current: Mapping[str, Any], ignore: frozenset[str] = frozenset()) -> None:
         """Raise CheckpointError that says what differs between ``current`` and the saved configuration.
@@ -138,10 +143,10 @@ class Checkpoint:
     def _prepare_optimizer(self, model: nn.Module | None, optimizer: Optimizer, strict: bool) -> Action:
         if model is None:
             raise CheckpointError("restore(optimizer=) needs model= too: it names the optimizer's parameters")
-        return load_named_state(self._part("optimizer"), model, optimizer, strict=strict)
+        return load_named_state(self.part("optimizer"), model, optimizer, strict=strict)
 
     def _prepare_extra(self, extra: Mapping[str, Stateful]) -> list[Action]:
-        saved = self._part("extra") if extra else {}
+        saved = self.part("extra") if extra else {}
         for name, owner in extra.items():
             if name not in saved:
                 raise CheckpointError(f"{unknown_name('extra', name, saved)}; restore only what was saved")
@@ -167,35 +172,46 @@ class Checkpoint:
         if "rng.json" not in self._manifest.files and not strict:
             notes.append("no random states in the checkpoint")
             return []
-        state = self._part("rng")
+        state = self.part("rng")
         check_rng(state)
         return [lambda: restore_rng(state)]
 
     def _model_state(self, *, mapped: bool) -> dict[str, Any]:
-        state: dict[str, Any] = read_tensors(self._verified_path(MODEL), mapped=mapped)
-        state |= {alias: state[kept] for alias, kept in self._manifest.tied.items()}
+        state = self.weights("model", self._manifest.tied, mapped=mapped)
         if "module_extra.json" in self._manifest.files:
-            state |= self._part("module_extra")
+            state |= self.part("module_extra")
         return state
 
-    def _part(self, part: str) -> dict[str, Any]:
+    def weights(self, stem: str, tied: Mapping[str, str], *, mapped: bool) -> dict[str, Any]:
+        """The tensors of ``STEM.safetensors`` or of its shards, tied names filled in."""
+        state: dict[str, Any] = read_model(self.files, self.verified_path, stem, mapped=mapped)
+        for alias, kept in tied.items():
+            if alias in state or kept not in state:
+                raise CheckpointError(
+                    f"{self.folder} ties {alias!r} to {kept!r}, but its model holds "
+                    + ("both" if alias in state else "no such tensor")
+                    + "; it is damaged: use another checkpoint"
+                )
+        return state | {alias: state[kept] for alias, kept in tied.items()}
+
+    def part(self, part: str) -> dict[str, Any]:
         """The decoded tree of a part."""
         if f"{part}.json" not in self._manifest.files:
             hint = "; pass rng=False" if part == "rng" else "; restore without it"
             raise CheckpointError(f"{self.folder} holds no {part}, only {', '.join(self.contents)}{hint}")
-        path = self._verified_path(f"{part}.json")
+        path = self.verified_path(f"{part}.json")
         holds_tensors = f"{part}.safetensors" in self._manifest.files
-        tensors = read_tensors(self._verified_path(f"{part}.safetensors")) if holds_tensors else {}
-        return self._decode(json.loads(path.read_text(encoding="ascii")), tensors, path.name)
+        tensors = read_tensors(self.verified_path(f"{part}.safetensors")) if holds_tensors else {}
+        return self._decode(read_json(path), tensors, path.name)
 
     def _decode(self, value: Any, tensors: Mapping[str, Tensor], source: str) -> dict[str, Any]:
         try:
             return dict(decode(value, tensors))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{self.folder / source} is damaged ({error!r}); use another checkpoint") from error
 
-    def _verified_path(self, name: str) -> Path:
-        """Path of a file whose bytes are known to be those that were written."""
+    def verified_path(self, name: str) -> Path:
+        """The path of a file whose bytes are known to be those that were written."""
         if name not in self._manifest.files:
             raise CheckpointError(f"{self.folder} lists no {name}; it is damaged: use another checkpoint")
         path = self.folder / name

@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +18,8 @@ from acceler8.errors import CheckpointError
 FORMAT = "acceler8-checkpoint"
 FORMAT_VERSION = 1
 """Raised when a reader of the old version could misread what the new one writes."""
+MAX_JSON_BYTES = 256 * 2**20
+"""No JSON file of a checkpoint is larger; reading a larger one would only fill memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_manifest(folder: Path, *, tied: Mapping[str, str], progress: Any, config: Any) -> None:
-    """Describe every file in ``folder``; from here on it is a checkpoint."""
-    files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
+    """Describe every file in ``folder`` and in folders inside it; from here on it is a checkpoint.
+
+    Raises: CheckpointError for a link, which may point at what no checkpoint holds.
+    """
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    if link := next((path for path in paths if path.is_symlink() or not path.is_file()), None):
+        raise CheckpointError(f"{link} is no plain file; a checkpoint holds plain files only: let the hook write one")
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in paths
+    }
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -79,12 +90,43 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
         sizes = {name: int(entry["size"]) for name, entry in manifest.files.items() if entry["sha256"]}
-        dict(manifest.tied)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if not all(isinstance(name, str) for pair in dict(manifest.tied).items() for name in pair):
+            raise TypeError("tied maps names to names")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
     for name, size in sizes.items():
+        _check_name(folder, name)
         _check_size(folder / name, size)
     return manifest
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file, read strictly: no NaN, no key twice, no absurd size or depth.
+
+    Raises: CheckpointError naming the file.
+    """
+    try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"{size} bytes, allowed are {MAX_JSON_BYTES}")
+        return json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_double
+        )
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read (nested too deeply); use another checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _refuse_double(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
 
 
 def is_checkpoint_folder(folder: Path) -> bool:
@@ -119,13 +161,27 @@ def _read_content(folder: Path) -> dict[str, Any]:
             "is a folder without one" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         )
         raise CheckpointError(f"{folder} is not a checkpoint: a checkpoint is a folder with a {MANIFEST}, this {state}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not from acceler8: it lacks 'format': '{FORMAT}'; name a checkpoint's folder")
     return content
+
+
+def _check_name(folder: Path, name: str) -> None:
+    """Refuse a name that leads out of the folder, and a link on the way."""
+    pure = PurePosixPath(name)
+    is_inside = bool(name) and not pure.is_absolute() and not {"..", ""} & set(name.split("/"))
+    if not is_inside or "\\" in name or "\0" in name or ":" in name:
+        raise CheckpointError(
+            f"{folder / MANIFEST} lists {name[:80]!r}; allowed are names of files inside the folder; it is damaged or"
+            " hostile: use another checkpoint"
+        )
+    for part in (pure, *pure.parents[:-1]):
+        if (folder / part).is_symlink():
+            raise CheckpointError(
+                f"{folder / part} is a link; a checkpoint holds plain files only: copy the file itself, or use another"
+                " checkpoint"
+            )
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -17,17 +17,21 @@ from acceler8.errors import CheckpointError
 _SHOWN = 5
 
 
-def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+def split_state(
+    state: Mapping[str, Any], aliases: Iterable[str] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """A state_dict as ``(tensors, tied, rest)``.
 
-    ``tied`` maps each further name of a tensor to the name that is kept; ``rest`` is what modules answered as
-    extra state that is no tensor. Two names are tied when they are the same elements of the same memory.
+    ``tied`` maps each further name of a tensor to the name that is kept: the first that is not in ``aliases``, where
+    a ``transformers`` model lists the names that it ties to another. ``rest`` is what modules answered as extra state
+    that is no tensor. Two names are tied when they are the same elements of the same memory.
     """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in state.items():
         (tensors if isinstance(value, Tensor) else rest)[name] = value
-    tied = tied_names(tensors)
+    last = frozenset(aliases or ())
+    tied = tied_names({name: tensors[name] for name in sorted(tensors, key=last.__contains__)})
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied, rest
 
 

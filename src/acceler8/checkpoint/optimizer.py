@@ -6,7 +6,7 @@ Here each state stands under its parameter's name, and each group is found again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,16 @@ from torch.optim import Optimizer
 from acceler8.checkpoint.model import name_differences
 from acceler8.errors import CheckpointError
 
+Named = nn.Module | Mapping[str, nn.Parameter]
+"""A model, or Parameters by name: several models together."""
+# State that the optimizers of torch keep in the shape of the parameter.
+_SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "grad_avg"})
+
+
+def named_parameters(model: Named) -> dict[str, nn.Parameter]:
+    """Parameters by name."""
+    return dict(model.named_parameters() if isinstance(model, nn.Module) else model)
+
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer that owns the state: a wrapper (``accelerator.prepare`` makes one) names it ``optimizer``."""
@@ -22,7 +32,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def named_state(model: Named, optimizer: Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names in the place of numbers.
 
     Keys: ``kind`` the class; ``groups`` a list of ``{"names", "options"}``; ``state`` name -> what the
@@ -51,12 +61,12 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def group_names(model: Named, optimizer: Optimizer) -> list[list[str]]:
     """The model's name of each parameter, group by group.
 
     Raises: CheckpointError for a parameter that the model does not have, say after a wrapper replaced it.
     """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in named_parameters(model).items()}
     names: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -69,9 +79,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return names
 
 
-def rebuild_state_dict(
-    saved: dict[str, Any], model: nn.Module, optimizer: Optimizer, *, strict: bool
-) -> dict[str, Any]:
+def rebuild_state_dict(saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool) -> dict[str, Any]:
     """A state_dict for ``optimizer.load_state_dict``, in this optimizer's order. Changes nothing.
 
     Parameters may stand in another order and groups too; which parameters a group holds must be as saved,
@@ -98,9 +106,7 @@ def rebuild_state_dict(
     return {**saved["more"], "state": state, "param_groups": groups}
 
 
-def load_named_state(
-    saved: dict[str, Any], model: nn.Module, optimizer: Optimizer, *, strict: bool
-) -> Callable[[], None]:
+def load_named_state(saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool) -> Callable[[], None]:
     """The action that loads a checked state.
 
     ``Optimizer.load_state_dict`` casts floating state to the parameter's dtype (FP32 moments of a BF16 weight
@@ -108,8 +114,13 @@ def load_named_state(
     the device that torch chose. A class with a ``load_state_dict`` of its own is trusted with it.
     """
     optimizer = unwrapped(optimizer)
-    state_dict = rebuild_state_dict(saved, model, optimizer, strict=strict)
-    parameter_of = dict(model.named_parameters())
+    parameter_of = named_parameters(model)
+    try:
+        state_dict = rebuild_state_dict(saved, model, optimizer, strict=strict)
+        _check_shapes(saved, parameter_of, optimizer)
+        _check_options(state_dict["param_groups"], optimizer)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the optimizer's state is damaged ({error!r}); use another checkpoint") from error
 
     def apply() -> None:
         optimizer.load_state_dict(state_dict)
@@ -122,6 +133,33 @@ def load_named_state(
                     loaded[key] = _exact(value, loaded[key], parameter_of[name])
 
     return apply
+
+
+def _check_shapes(saved: dict[str, Any], parameter_of: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Moments of torch's own optimizers have their parameter's shape; ``load_state_dict`` would take any."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for name, values in saved["state"].items():
+        for key in _SHAPED & values.keys():
+            value, shape = values[key], parameter_of[name].shape
+            if isinstance(value, Tensor) and value.shape != shape:
+                raise CheckpointError(
+                    f"the optimizer's {key} of {name} has shape {list(value.shape)}, the parameter {list(shape)}; the"
+                    " checkpoint is damaged: use another one"
+                )
+
+
+def _check_options(groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """A learning rate or decay is a number, and not NaN."""
+    for number, (saved, current) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for key, value in current.items():
+            if type(value) not in (int, float) or (got := saved.get(key, value)) is None:
+                continue
+            if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or bool(got != got):
+                raise CheckpointError(
+                    f"optimizer group {number} has {key}={got!r}; allowed: a number; the checkpoint is damaged: use"
+                    " another one"
+                )
 
 
 def _exact(saved: Any, loaded: Any, parameter: Tensor) -> Any:

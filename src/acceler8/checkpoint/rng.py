@@ -25,13 +25,33 @@ def capture_rng() -> dict[str, Any]:
 
 
 def check_rng(state: dict[str, Any]) -> None:
-    """Raise CheckpointError if there are fewer GPUs than saved generators; more GPUs do no harm."""
+    """Raise CheckpointError for states that no generator takes, or fewer GPUs than saved ones; more do no harm."""
     saved = len(state.get("cuda", ()))
     if saved and saved > (found := torch.cuda.device_count()):
         raise CheckpointError(
             f"the checkpoint holds random states of {saved} GPUs, this machine has {found}; resume on "
             f"{saved}, or pass rng=False to go on with other random numbers"
         )
+    kind = "python"
+    try:
+        random.Random().setstate(state["python"])
+        kind = "torch"
+        torch.Generator().set_state(state["torch"])
+        if kind := "numpy" if "numpy" in state else "":
+            import numpy
+
+            numpy.random.RandomState().set_state(_numpy_state(state))
+    except Exception as error:
+        raise CheckpointError(
+            f"the random state of {kind} is none that it takes ({error!r}); the checkpoint is damaged: use another one"
+        ) from error
+
+
+def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    import numpy
+
+    name, keys, *rest = state["numpy"]
+    return name, numpy.array(keys, dtype=numpy.uint32), *rest
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -41,7 +61,6 @@ def restore_rng(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state(_numpy_state(state))
     for index, generator in enumerate(state.get("cuda", ())):
         torch.cuda.set_rng_state(generator, index)

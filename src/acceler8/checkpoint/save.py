@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acceler8.checkpoint.folder import MANIFEST, whole_folder
+from acceler8.checkpoint.folder import whole_folder
 from acceler8.checkpoint.manifest import write_json, write_manifest
 from acceler8.checkpoint.model import split_state
 from acceler8.checkpoint.optimizer import named_state
@@ -19,13 +20,24 @@ from acceler8.checkpoint.tensorfile import write_tensors
 from acceler8.checkpoint.tree import encode
 from acceler8.errors import CheckpointError
 
-PARTS = ("optimizer", "extra", "module_extra", "rng")
-"""Parts that are a tree: each ``PART.json``, and ``PART.safetensors`` where the tree holds tensors."""
 MODEL = "model.safetensors"
-FP8 = "fp8.safetensors"
-OWNED = frozenset(
-    {MANIFEST, MODEL, FP8, *(f"{part}.json" for part in PARTS), *(f"{part}.safetensors" for part in PARTS)}
+FP8 = "acceler8_state.safetensors"
+_OWN_NAME = re.compile(
+    r"checkpoint\.json"
+    r"|model(_\d+)?(-\d{5}-of-\d{5})?\.safetensors|model(_\d+)?\.safetensors\.index\.json"
+    r"|((optimizer|process)(_\d+)?|acceler8_state|extra|module_extra|rng)\.(json|safetensors)"
 )
+
+
+class _OwnNames:
+    """Every file name that a checkpoint of ours may use."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _OWN_NAME.fullmatch(name) is not None
+
+
+OWNED = _OwnNames()
+"""Names that a new checkpoint does not carry over from the one that it replaces."""
 
 
 class Stateful(Protocol):
@@ -67,14 +79,16 @@ def save(
             if fp8_state:
                 write_tensors(building / FP8, fp8_state, "fp8_state")
             if module_extra:
-                _write_part(building, "module_extra", module_extra)
+                write_part(building, "module_extra", module_extra)
             if optimizer is not None:
-                _write_part(building, "optimizer", named_state(model, optimizer))
+                write_part(building, "optimizer", named_state(model, optimizer))
             if extra:
-                _write_part(building, "extra", {name: _state_of(name, owner) for name, owner in extra.items()})
+                write_part(building, "extra", {name: _state_of(name, owner) for name, owner in extra.items()})
             if rng:
-                _write_part(building, "rng", capture_rng())
-            write_manifest(building, tied=tied, progress=_plain(progress, "progress"), config=_plain(config, "config"))
+                write_part(building, "rng", capture_rng())
+            write_manifest(
+                building, tied=tied, progress=plain_values(progress, "progress"), config=plain_values(config, "config")
+            )
     except OSError as error:
         raise CheckpointError(
             f"could not write {target}: {error}; what was there before is untouched; check space and permissions"
@@ -82,7 +96,8 @@ def save(
     return target
 
 
-def _write_part(folder: Path, part: str, tree: object) -> None:
+def write_part(folder: Path, part: str, tree: object) -> None:
+    """Write a tree: ``PART.json``, and ``PART.safetensors`` where the tree holds tensors."""
     value, tensors = encode(tree, part)
     write_json(folder / f"{part}.json", value)
     if tensors:
@@ -98,7 +113,8 @@ def _state_of(name: str, owner: object) -> Any:
     return owner.state_dict()  # type: ignore[attr-defined]
 
 
-def _plain(values: Mapping[str, Any] | None, where: str) -> Any:
+def plain_values(values: Mapping[str, Any] | None, where: str) -> Any:
+    """The JSON of plain values; raises CheckpointError for a tensor among them."""
     value, tensors = encode(dict(values or {}), where)
     if tensors:
         raise CheckpointError(

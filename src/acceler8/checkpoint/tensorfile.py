@@ -71,10 +71,10 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             viewed = json.loads((file.metadata() or {}).get("dtypes", "{}"))
-    except SafetensorError as error:
+        for name, dtype in viewed.items():
+            tensors[name] = tensors[name].view(_AS_BYTES[dtype])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); use another checkpoint") from error
-    for name, dtype in viewed.items():
-        tensors[name] = tensors[name].view(_AS_BYTES[dtype])
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 

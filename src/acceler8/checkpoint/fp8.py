@@ -1,0 +1,150 @@
+"""The FP8 state of a converted model in a checkpoint: what it was converted to, and its amax histories.
+
+A resumed model may be converted otherwise, or not at all: a history is taken over where the layer has one of the same
+length now, any other starts afresh, and both are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acceler8.errors import CheckpointError
+from acceler8.nn import fp8_state_dict, load_fp8_state_dict
+from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
+from acceler8.scaling.delayed import IN_USE, STAGING
+
+_STEPS = "steps"
+
+
+def describe(model: nn.Module) -> list[dict[str, Any]]:
+    """Each converted part of ``model``: ``path`` in it, ``recipe``, ``backend`` and the names of its FP8 ``layers``."""
+    return [
+        {
+            "path": path,
+            "recipe": state.plan.recipe.to_dict(),
+            "backend": state.backend,
+            "layers": [_join(path, layer) for layer in state.plan.fp8_names],
+        }
+        for path, _, state in _parts(model)
+    ]
+
+
+def fp8_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Amax histories by layer name; empty unless the recipe is delayed."""
+    return {_join(path, name): t for path, part, _ in _parts(model) for name, t in fp8_state_dict(part).items()}
+
+
+def fit_fp8(
+    model: nn.Module, saved_parts: list[dict[str, Any]], saved: Mapping[str, Tensor], where: str
+) -> tuple[list[Callable[[], None]], list[str]]:
+    """Actions that bring ``model`` to the saved state, and what they reset, a line each. Changes nothing.
+
+    Raises: CheckpointError for histories that no training writes, or that lack what the same recipe needs.
+    """
+    for name, tensor in saved.items():
+        _check(name, tensor, where)
+    actions: list[Callable[[], None]] = []
+    reset = _changes(saved_parts, describe(model), where)
+    unused = {name for name in saved if name.rpartition(".")[2] != _STEPS}
+    for path, part, state in _parts(model):
+        own = fp8_state_dict(part)
+        merged = {name: _merge(saved.get(_join(path, name)), fresh) for name, fresh in own.items()}
+        missing = [name for name, (_, is_saved) in merged.items() if not is_saved]
+        unused -= {_join(path, name) for name, (_, is_saved) in merged.items() if is_saved}
+        if missing and any(_describes(p, state, path) for p in saved_parts):
+            raise CheckpointError(
+                f"{where} lacks a fitting {_join(path, missing[0])!r}, which its recipe keeps; the checkpoint is"
+                " damaged: use another one"
+            )
+        histories = [name for name in missing if name != _STEPS]
+        if histories:
+            reset.append(f"{where}: amax histories of {len(histories)} layers, such as {histories[0]}, start afresh")
+        actions.append(_loading(part, {name: tensor for name, (tensor, _) in merged.items()}))
+    if unused:
+        reset.append(f"{where}: {len(unused)} saved amax histories, such as {min(unused)}, have no use now")
+    return actions, reset
+
+
+def drop_codes(model: nn.Module) -> None:
+    """Forget codes of the weights before."""
+    for state in find_states(model):
+        for codes in state.codes:
+            codes.close()
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModelState]]:
+    for path, module in model.named_modules():
+        if (state := module.__dict__.get(ATTRIBUTE)) is not None:
+            yield path, module, state
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _merge(saved: Tensor | None, fresh: Tensor) -> tuple[Tensor, bool]:
+    """The saved tensor if it fits, else one of a start, and whether it was the saved one."""
+    if saved is not None and saved.shape == fresh.shape and saved.dtype == fresh.dtype:
+        return saved, True
+    return torch.zeros_like(fresh), False
+
+
+def _loading(part: nn.Module, state: dict[str, Tensor]) -> Callable[[], None]:
+    return lambda: load_fp8_state_dict(part, state)
+
+
+def _describes(saved: dict[str, Any], state: ModelState, path: str) -> bool:
+    """True if a saved part is what stands at ``path`` now."""
+    layers = [_join(path, layer) for layer in state.plan.fp8_names]
+    return bool(saved["path"] == path and saved["recipe"] == state.plan.recipe.to_dict() and saved["layers"] == layers)
+
+
+def _check(name: str, tensor: Tensor, where: str) -> None:
+    """Histories are finite and not negative; only the staging row may hold what the step after it drops."""
+    if name.rpartition(".")[2] == _STEPS:
+        is_right = tensor.dtype == torch.int64 and tensor.ndim == 0 and tensor.item() >= 0
+        must = "one int64 number from 0"
+    else:
+        is_right = tensor.dtype == torch.float32 and tensor.ndim == 2 and tensor.shape[1] == 3
+        is_right = is_right and len(tensor) > IN_USE and not bool((tensor[STAGING] < 0).any())
+        is_right = is_right and bool((tensor[IN_USE:].isfinite() & (tensor[IN_USE:] >= 0)).all())
+        must = "float32 [2 + history, 3], finite and from 0"
+    if not is_right:
+        raise CheckpointError(
+            f"{where}: FP8 state {name!r} ({tensor.dtype} {list(tensor.shape)}) is none that a training writes; it must"
+            f" be {must}: use another checkpoint"
+        )
+
+
+def _changes(saved: list[dict[str, Any]], now: list[dict[str, Any]], where: str) -> list[str]:
+    """In words, how precision, recipe, backend and layers differ from the saved ones."""
+    if not saved and not now:
+        return []
+    if not saved or not now:
+        was, has = (_words(parts) for parts in (saved, now))
+        return [f"{where}: was {was}, now {has}"]
+    lines = []
+    for key in ("recipe", "backend"):
+        before, after = ([part[key] for part in parts] for parts in (saved, now))
+        if before != after:
+            lines.append(f"{where}: {key} was {_names(before)}, now {_names(after)}")
+    layers = [{layer for part in parts for layer in part["layers"]} for parts in (saved, now)]
+    if gone := layers[0] - layers[1]:
+        lines.append(f"{where}: {len(gone)} layers were FP8 and are not now, such as {min(gone)}")
+    if new := layers[1] - layers[0]:
+        lines.append(f"{where}: {len(new)} layers are FP8 and were not, such as {min(new)}")
+    return lines
+
+
+def _words(parts: list[dict[str, Any]]) -> str:
+    if not parts:
+        return "in high precision"
+    return f"FP8 (recipe {_names([p['recipe'] for p in parts])}, backend {_names([p['backend'] for p in parts])})"
+
+
+def _names(values: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(str(v.get("name", v) if isinstance(v, dict) else v) for v in values))

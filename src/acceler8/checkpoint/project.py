@@ -1,0 +1,93 @@
+"""Where a project keeps its checkpoints: ``PROJECT/checkpoints/checkpoint_N``; the newest whole, the oldest to go."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from acceler8.checkpoint.folder import remove_folder
+from acceler8.checkpoint.load import load
+from acceler8.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger("acceler8")
+_NAME = re.compile(r"checkpoint_(0|[1-9]\d{0,17})", re.ASCII)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project's files go; names and meaning are Hugging Face Accelerate's."""
+
+    project_dir: str | None = None
+    """The project's folder."""
+    logging_dir: str | None = None
+    """Where trackers write; default ``project_dir``."""
+    automatic_checkpoint_naming: bool = False
+    """Save as ``PROJECT_DIR/checkpoints/checkpoint_N`` and resume from the newest whole one."""
+    total_limit: int | None = None
+    """Whole checkpoints to keep; the oldest goes once a new one is whole. None keeps all."""
+    iteration: int = 0
+    """N of the next checkpoint."""
+    save_on_each_node: bool = False
+    """Write on each machine, for machines that share no file system."""
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
+            raise ConfigError(f"total_limit={self.total_limit!r}; allowed: an integer from 1, or None to keep all")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set ``project_dir``, and ``logging_dir`` where it is not set yet."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+    def checkpoints(self) -> Path:
+        """The folder that holds the checkpoints. Raises ConfigError without a ``project_dir``."""
+        if self.project_dir is None:
+            raise ConfigError("automatic_checkpoint_naming needs a project_dir; give project_dir, or name a folder")
+        return Path(self.project_dir).expanduser() / "checkpoints"
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """Every ``checkpoint_N`` in ``folder`` by number, oldest first, whole or not, and those that a swap hides."""
+    if not folder.is_dir():
+        return {}
+    names = {entry.name.removeprefix(".").removesuffix(".previous") for entry in folder.iterdir() if entry.is_dir()}
+    found = {int(match[1]): folder / name for name in names if (match := _NAME.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+def newest_whole(folder: Path) -> int:
+    """The highest N whose checkpoint is whole, hashes included; a warning for each newer one that is not.
+
+    Raises: CheckpointError if there is none.
+    """
+    for number, path in reversed(numbered(folder).items()):
+        try:
+            load(path).verify()
+        except CheckpointError as error:
+            _log.warning("skipping %s, which is not whole: %s", path.name, error)
+            continue
+        return number
+    raise CheckpointError(f"{folder} holds no whole checkpoint_N; save one first, or name a folder: load_state(folder)")
+
+
+def drop_oldest(folder: Path, keep: int) -> list[Path]:
+    """Remove whole checkpoints until ``keep`` are left; what is no checkpoint stays. Returns those removed."""
+    for half_removed in folder.glob(".checkpoint_*.leaving"):
+        shutil.rmtree(half_removed)
+    leaving = [path for path in numbered(folder).values() if path.is_dir() and _has_all_files(path)][:-keep]
+    for path in leaving:
+        remove_folder(path)
+    return leaving
+
+
+def _has_all_files(path: Path) -> bool:
+    try:
+        load(path)
+    except CheckpointError:
+        return False
+    return True

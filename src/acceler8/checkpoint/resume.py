@@ -1,0 +1,317 @@
+"""Reading a whole training: everything is read, verified and compared; only then is anything changed.
+
+What may differ from the saved run (precision, recipe, backend, number of processes) is taken over as far as it fits,
+and the report says what starts afresh. What must not differ raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from acceler8.checkpoint.fp8 import drop_codes, fit_fp8
+from acceler8.checkpoint.load import Checkpoint
+from acceler8.checkpoint.model import check_fit, load_state
+from acceler8.checkpoint.optimizer import load_named_state, unwrapped
+from acceler8.checkpoint.rng import capture_rng, check_rng, restore_rng
+from acceler8.checkpoint.shards import has_model
+from acceler8.checkpoint.state_file import read_state
+from acceler8.checkpoint.training import Training, check_finite, loader_state, prefix, stem
+from acceler8.errors import CheckpointError
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What ``load_state`` did; ``str()`` is a line for each point."""
+
+    folder: Path
+    """The checkpoint."""
+    steps: int
+    """Optimizer steps that the saved training had made."""
+    progress: dict[str, Any]
+    """What ``save_state(progress=)`` was given."""
+    reset: tuple[str, ...]
+    """What differs from the saved training and so starts afresh, or has no use now."""
+    notes: tuple[str, ...]
+    """What was let pass with ``strict=False``."""
+
+    def __str__(self) -> str:
+        lines = [f"resumed at step {self.steps} from {self.folder}"]
+        return "\n".join([*lines, *(f"  reset: {line}" for line in self.reset), *(f"  note: {n}" for n in self.notes)])
+
+
+class Resume:
+    """A checkpoint that fits ``training``: made without changing anything, then ``apply`` changes all.
+
+    Raises: CheckpointError, with every object as it was, if the checkpoint is damaged or does not fit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, training: Training, *, strict: bool = True, force: bool = False) -> None:
+        self.checkpoint, self.training = checkpoint, training
+        self.strict, self.force = strict, force
+        self.reset: list[str] = []
+        self.notes: list[str] = []
+        self.state = read_state(checkpoint)
+        self._check_counts()
+        self._keeps_window = self._compare_window()
+        self._own = self._read_process()
+        self._gradients = self._check_gradients()
+        self._extras = self._read_extras()
+        self._optimizers = [self._fit_optimizer(i, one) for i, one in enumerate(training.optimizers)]
+        self._fp8 = self._fit_fp8()
+        self._models = self._fit_models()
+
+    def lacks(self, index: int) -> bool:
+        """True if the checkpoint has no weights of model ``index``, for a hook took them when it was saved."""
+        return index not in self._models
+
+    def apply(self, models: Collection[int]) -> LoadReport:
+        """Change every object; weights of the models in ``models`` only, for a hook may have loaded the others.
+
+        Raises: CheckpointError if an object rejects its state; then every object is as it was.
+        """
+        if missing := [i for i in models if self.lacks(i)]:
+            kind = type(self.training.models[missing[0]]).__qualname__
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has no weights of model {missing[0]} ({kind}): a save hook took them;"
+                " register the load hook that reads them and removes the model from its list"
+            )
+        self._apply_risky()
+        for i in models:
+            self._models[i]()
+        for action in self._fp8:
+            action()
+        for model in self.training.models:
+            drop_codes(model)
+        self._set_loop()
+        if "rng" in self._own:
+            restore_rng(self._own["rng"])
+        return LoadReport(
+            folder=self.checkpoint.folder,
+            steps=self.state["steps"],
+            progress=self.checkpoint.progress,
+            reset=tuple(self.reset),
+            notes=tuple(self.notes),
+        )
+
+    def _check_counts(self) -> None:
+        for kind in ("models", "optimizers", "schedulers", "custom"):
+            saved = self.state[kind]
+            was, now = saved if isinstance(saved, int) else len(saved), len(getattr(self.training, kind))
+            if was != now:
+                what = "objects registered for checkpointing" if kind == "custom" else f"prepared {kind}"
+                raise CheckpointError(
+                    f"{self.checkpoint.folder} holds the state of {was} {what}, this training has {now}; prepare or"
+                    " register the same ones, in the same order, before load_state"
+                )
+
+    def _compare_window(self) -> bool:
+        """True if the unfinished accumulation window can go on."""
+        saved, now = self.state["window"], self.training.window
+        if saved["sync_gradients"] or saved["micro_batch"] == 0:
+            return bool(saved["num_steps"] == now.num_steps)
+        if saved["num_steps"] != now.num_steps:
+            self.reset.append(
+                f"gradient accumulation: was {saved['num_steps']} micro-batches a step, now {now.num_steps}; the"
+                " unfinished step starts anew"
+            )
+            return False
+        if self.state["num_processes"] != self.training.num_processes:
+            self.reset.append("gradient accumulation: another number of processes, so the unfinished step starts anew")
+            return False
+        return True
+
+    def _read_process(self) -> dict[str, Any]:
+        index, was, now = self.training.process_index, self.state["num_processes"], self.training.num_processes
+        if was != now:
+            self.reset.append(f"loaders: saved by {was} processes, now {now}, so they start from their beginning")
+        if f"process_{index}.json" not in self.checkpoint.files:
+            if index < was:
+                raise CheckpointError(f"{self.checkpoint.folder} holds no part of process {index}; use another one")
+            self.reset.append(f"random generators: none were saved for process {index}, so they go on as they are")
+            return {}
+        own = self.checkpoint.part(f"process_{index}")
+        if set(own) != {"loaders", "gradients", "rng"} or not isinstance(own["loaders"], list):
+            raise CheckpointError(f"{self.checkpoint.folder}/process_{index}.json is damaged; use another checkpoint")
+        check_rng(own["rng"])
+        return own if was == now else {"rng": own["rng"]}
+
+    def _check_gradients(self) -> dict[str, Tensor]:
+        gradients = self._own.get("gradients", {}) if self._keeps_window else {}
+        parameters = self.training.parameters()
+        for name, gradient in gradients.items():
+            p = parameters.get(name)
+            if p is None or not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype) != (p.shape, p.dtype):
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: the gradient of {name!r} fits no parameter; prepare the models that"
+                    " were saved"
+                )
+        return gradients
+
+    def _read_extras(self) -> list[tuple[str, Any, Any]]:
+        """``(name, owner, state)`` of schedulers, scaler and registered objects."""
+        saved = self.checkpoint.part("extra") if "extra.json" in self.checkpoint.files else {}
+        owners = self.training.extras()
+        if self.state["has_scaler"] and "scaler" not in owners:
+            self.reset.append("loss scaler: the saved one has no use without fp16")
+        if not self.state["has_scaler"] and owners.pop("scaler", None) is not None:
+            self.reset.append("loss scaler: none was saved, so it starts afresh")
+        found = []
+        for name, owner in owners.items():
+            entry = saved.get(name)
+            if not isinstance(entry, dict) or set(entry) != {"type", "state"}:
+                raise CheckpointError(f"{self.checkpoint.folder} holds no state of {name}; use another checkpoint")
+            found.append((name, owner, self._check_extra(name, owner, entry)))
+        return found
+
+    def _check_extra(self, name: str, owner: Any, entry: dict[str, Any]) -> Any:
+        kind = type(getattr(owner, "scheduler", owner)).__qualname__
+        if entry["type"] != kind and self.strict:
+            raise CheckpointError(
+                f"{name} is a {kind}, saved was a {entry['type']}; build the one that was saved, or pass strict=False"
+            )
+        state = entry["state"]
+        if name == "scaler":
+            numbers = [state.get(key) for key in ("scale", "growth_factor", "backoff_factor")] if state else [1.0]
+            if not all(isinstance(n, float) and 0 < n < float("inf") for n in numbers):
+                raise CheckpointError(f"the loss scaler's saved numbers are {numbers}; allowed: finite and above 0")
+        if name.startswith("scheduler_"):
+            state = self._check_scheduler(name, owner, state)
+        return state
+
+    def _check_scheduler(self, name: str, owner: Any, state: Any) -> dict[str, Any]:
+        """Its ``load_state_dict`` would take any attribute; only those that it has itself are let in."""
+        own = owner.state_dict()
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{name}: the saved state is a {type(state).__name__}; use another checkpoint")
+        extra = sorted(str(key) for key in state.keys() - own.keys())
+        if extra and self.checkpoint.versions["torch"] == torch.__version__ and self.strict:
+            raise CheckpointError(f"{name} has no {extra[0]!r}, which the checkpoint sets; use another checkpoint")
+        return {key: value for key, value in state.items() if key in own}
+
+    def _fit_optimizer(self, index: int, optimizer: Optimizer) -> Action:
+        part = self.checkpoint.part(stem("optimizer", index))
+        action = load_named_state(part, self.training.parameters(), optimizer, strict=self.strict)
+        if not self.force:
+            for name, values in part["state"].items():
+                for key, value in values.items() if isinstance(values, dict) else ():
+                    if isinstance(value, Tensor) and value.is_floating_point() and bool(value.float().isnan().any()):
+                        raise CheckpointError(
+                            f"{self.checkpoint.folder}: the optimizer's {key} of {name} holds NaN; use an earlier"
+                            " checkpoint, or pass force=True"
+                        )
+        return action
+
+    def _fit_fp8(self) -> list[Action]:
+        saved = self.checkpoint.fp8_state()
+        listed = {name: shape for entry in self.state["models"] for name, shape in entry["histories"].items()}
+        if listed != {name: list(tensor.shape) for name, tensor in saved.items()}:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: acceler8_state.json and its tensors disagree; use another checkpoint"
+            )
+        actions: list[Action] = []
+        for i, (model, entry) in enumerate(zip(self.training.models, self.state["models"], strict=True)):
+            before = prefix(i)
+            own = {name.removeprefix(before): saved[name] for name in entry["histories"]}
+            made, reset = fit_fp8(model, entry["fp8"], own, type(model).__qualname__)
+            actions += made
+            self.reset += reset
+        return actions
+
+    def _fit_models(self) -> dict[int, Action]:
+        extra = self.checkpoint.part("module_extra") if "module_extra.json" in self.checkpoint.files else {}
+        actions = {}
+        for i, (model, entry) in enumerate(zip(self.training.models, self.state["models"], strict=True)):
+            if not has_model(self.checkpoint.files, stem("model", i)):
+                continue
+            state = self.checkpoint.weights(stem("model", i), entry["tied"], mapped=True)
+            before = prefix(i)
+            state |= {
+                name.removeprefix(before): value
+                for name, value in extra.items()
+                if (name.startswith(before) if before else not name.startswith("model_"))
+            }
+            self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+            if not self.force:
+                check_finite(model, state, str(self.checkpoint.folder), "use an earlier checkpoint, or pass force=True")
+            actions[i] = load_state(model, state)
+        return actions
+
+    def _apply_risky(self) -> None:
+        """What may still be rejected: registered objects, schedulers, loaders, optimizers. All or none."""
+        rng = capture_rng()
+        undo: list[Action] = []
+        name = ""
+        try:
+            for name, owner, state in self._extras:  # noqa: B007 - the handler below says it
+                undo.append(_undo_stateful(owner, owner.state_dict()))
+                owner.load_state_dict(state)
+            for i, (loader, state) in enumerate(self._loaders()):
+                name = f"loader {i}"
+                undo.append(_undo_stateful(loader, loader.state_dict()))
+                loader.load_state_dict(state)
+                loader_state(loader)  # makes the iterator now, whose making draws random numbers
+            for i, (optimizer, action) in enumerate(zip(self.training.optimizers, self._optimizers, strict=True)):
+                name = f"optimizer {i}"
+                undo.append(_undo_optimizer(unwrapped(optimizer)))
+                action()
+        except Exception as error:
+            for action in reversed(undo):
+                action()
+            restore_rng(rng)
+            raise CheckpointError(
+                f"{name} rejects its saved state ({error}); everything is as before; build it as it was saved"
+            ) from error
+
+    def _loaders(self) -> list[tuple[Any, Any]]:
+        if "loaders" not in self._own:
+            return []
+        saved, now = self._own["loaders"], self.training.loaders
+        if len(saved) != len(now):
+            self.reset.append(
+                f"loaders: {len(saved)} were saved, {len(now)} are prepared, so all start from their beginning"
+            )
+            return []
+        found = []
+        for i, (loader, state) in enumerate(zip(now, saved, strict=True)):
+            if state is None or loader_state(loader) is None:
+                self.reset.append(
+                    f"loader {i}: keeps no position, so it starts from its beginning; skip batches yourself, or use"
+                    " torchdata's StatefulDataLoader"
+                )
+            else:
+                found.append((loader, state))
+        return found
+
+    def _set_loop(self) -> None:
+        self.training.clock.ticks = self.state["steps"]
+        window, saved = self.training.window, self.state["window"]
+        window.micro_batch = saved["micro_batch"] if self._keeps_window else 0
+        window.sync_gradients = saved["sync_gradients"] if self._keeps_window else True
+        for name, p in self.training.parameters().items():
+            gradient = self._gradients.get(name)
+            p.grad = None if gradient is None else gradient.to(p.device)
+
+
+def _undo_stateful(owner: Any, state: Mapping[str, Any]) -> Action:
+    before = copy.deepcopy(state)
+    return lambda: owner.load_state_dict(before)
+
+
+def _undo_optimizer(optimizer: Optimizer) -> Action:
+    """``load_state_dict`` puts new dicts in the place of the old ones, which hold what was."""
+    state, groups = optimizer.state, optimizer.param_groups
+
+    def undo() -> None:
+        optimizer.state, optimizer.param_groups = state, groups
+
+    return undo
