@@ -127,3 +127,21 @@ def test_gemms_in_high_precision_do_not_see_an_outer_autocast(dtype, device):
     want = run("activations_only", data)
     assert torch.equal(x.grad, want["dx"])
     assert torch.equal(w.grad, want["dw"])
+
+
+@pytest.mark.parametrize("shape", [(20, 32), (2, 10, 32), (2, 5, 2, 32), (32,)])
+def test_leading_dimensions_and_changes_in_place(shape, device):
+    """As nn.Linear's, the result may be changed in place, and gradients have the shapes of their tensors."""
+    data = make_data(20, 32, 48, device=device)
+    x, w, bias = data.leaves()
+    x = data.x.flatten()[: torch.Size(shape).numel()].view(shape).detach().requires_grad_()
+    flat = x.detach().reshape(-1, 32).requires_grad_()
+    got, want = (linear(t, w, bias, recipe=recipes.get("rowwise")) for t in (x, flat))
+    assert got.shape == (*shape[:-1], 48)
+    assert torch.equal(got.reshape(-1, 48), want)
+    got += 1.0
+    F.relu_(got)
+    dx, dw = torch.autograd.grad(got.sum(), (x, w))
+    dx_flat, dw_flat = torch.autograd.grad(F.relu(want + 1.0).sum(), (flat, w))
+    assert torch.equal(dx, dx_flat.view(shape))
+    assert torch.equal(dw, dw_flat)

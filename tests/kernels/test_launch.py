@@ -1,18 +1,72 @@
-"""What a launch does not look at again: plans, and zeroed memory that is handed out once."""
+"""What a launch does not look at again: plans, zeroed memory handed out once, operations past the dispatcher."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acceler8.formats import E4M3
 from acceler8.kernels import _launch, quantize, quantize_ref
 from acceler8.kernels._launch import Plans
-from acceler8.scaling import GRANULARITIES, TENSORWISE
+from acceler8.kernels._library import may_go_direct
+from acceler8.scaling import GRANULARITIES, ROWWISE, TENSORWISE
 from tests.kernels.support import assert_same, make
 
 on_gpu = pytest.mark.requires(sm=89)
 every = pytest.mark.parametrize("granularity", list(GRANULARITIES.values()), ids=str)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operations that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_whoever_watches_operations_sees_them():
+    x = torch.ones(4, 16)
+    assert may_go_direct(x)
+    assert may_go_direct(torch.nn.Parameter(x))
+    assert not may_go_direct(x.as_subclass(Subclass))
+    with Seen():
+        assert not may_go_direct(x)
+    assert may_go_direct(x)
+    seen: list[bool] = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append(may_go_direct(t))
+        return t.sum()
+
+    torch.func.grad(look)(x)
+    assert seen == [False]
+
+
+def test_a_compiled_cast_stays_an_operation():
+    def cast(x: Tensor) -> Tensor:
+        q, _, _ = quantize(x, E4M3, None, ROWWISE)
+        assert q is not None
+        return q.scale_inv
+
+    graphs: list[str] = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(cast, fullgraph=True, backend=backend)(torch.ones(4, 16))
+    assert "acceler8.quantize" in graphs[0]
 
 
 def test_plans_are_made_once_and_forgotten_when_there_are_too_many(monkeypatch):

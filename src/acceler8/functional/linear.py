@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from acceler8.errors import DoubleBackwardError, DtypeError, ShapeError
 from acceler8.formats import Format
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import Quantized, quantize, scaled_matmul
+from acceler8.kernels import Quantized, multiply, quantize
 from acceler8.recipes import Gemm, Operand, Recipe
 from acceler8.scaling import AmaxSlot, Granularity
 
@@ -111,7 +111,7 @@ class _Call(NamedTuple):
         """``a @ b.T (+ bias)`` of a GEMM in FP8."""
         assert a is not None
         assert b is not None
-        return scaled_matmul(a, b, out_dtype=self.out_dtype, bias=bias, fast_accum=gemm.fast_accum)
+        return multiply(a, b, out_dtype=self.out_dtype, bias=bias, fast_accum=gemm.fast_accum)
 
 
 _PLAIN = Operand()
@@ -162,25 +162,34 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 
 
 class _Linear(torch.autograd.Function):
+    """Any number of leading dimensions: flattening them outside would cost two autograd nodes more."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        y, x_kept = _fprop(x, w, bias, call)
+        y, x_kept = _fprop(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), w, bias, call)
         codes, scale_inv = (None, None) if x_kept is None else (x_kept.codes, x_kept.scale_inv)
         x_hp = x if call.needs_dw and x_kept is None else None
         ctx.save_for_backward(x_hp, codes, scale_inv, w if call.needs_dx else None)
-        ctx.call, ctx.x_dtype, ctx.in_features = call, x.dtype, x.shape[1]
+        ctx.call, ctx.x_dtype, ctx.x_shape = call, x.dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        # as F.linear does: not a view to autograd, so that it may be changed in place
+        return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, codes, scale_inv, w = ctx.saved_tensors
-        x_kept = None if codes is None else Quantized(codes, scale_inv, ctx.call.recipe.wgrad.b.granularity)
+        call: _Call = ctx.call
+        x_kept = None if codes is None else Quantized(codes, scale_inv, call.recipe.wgrad.b.granularity)
         with torch.no_grad():
-            dx, dw = _backward(dy, x, x_kept, w, ctx.in_features, ctx.call)
-            dx = None if dx is None else dx.to(ctx.x_dtype)
-            dw = None if dw is None else dw.to(ctx.call.w_dtype)
+            if dy.ndim != 2:
+                dy = dy.reshape(-1, dy.shape[-1])
+                x = None if x is None else x.reshape(-1, x.shape[-1])
+            dx, dw = _backward(dy, x, x_kept, w, ctx.x_shape[-1], call)
+            if dx is not None:
+                dx = (dx if dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype)).view(ctx.x_shape)
+            if dw is not None and dw.dtype is not call.w_dtype:
+                dw = dw.to(call.w_dtype)
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
             # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
@@ -227,21 +236,27 @@ def linear(
         ``torch.func`` (grad, vmap, jvp) are refused by PyTorch; ``functional_call`` works.
     """
     w_dtype = weight.dtype if codes is None else codes.dtype_of(weight)
-    _check(x, weight, bias, w_dtype, recipe, slots)
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
+    _check(x, weight, bias, w_dtype, recipe, slots, autocast)
     out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     grad = torch.is_grad_enabled()
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     if needs_dw and w_dtype is not weight.dtype:
         weight.grad_dtype = w_dtype  # codes stand in the weight's place; autograd would cast dw to their dtype
     call = _Call(recipe, slots, codes, observer, out_dtype, needs_dx, needs_dw, w_dtype)
-    y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, call)  # type: ignore[no-untyped-call]
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    y: Tensor = _Linear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _check(
-    x: Tensor, w: Tensor, bias: Tensor | None, w_dtype: torch.dtype, recipe: Recipe, slots: LinearSlots | None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    w_dtype: torch.dtype,
+    recipe: Recipe,
+    slots: LinearSlots | None,
+    autocast: bool,
 ) -> None:
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ShapeError(
@@ -249,7 +264,6 @@ def _check(
         )
     if bias is not None and bias.shape != w.shape[:1]:
         raise ShapeError(f"linear got bias {tuple(bias.shape)}; allowed: ({w.shape[0]},), one for each output")
-    autocast = torch.is_autocast_enabled(x.device.type)
     for name, dtype in (("x", x.dtype), ("weight", w_dtype)):
         if dtype not in _DTYPES:
             raise DtypeError(f"linear got {name} in {dtype}; allowed: bfloat16, float16, float32; cast it first")
@@ -258,12 +272,12 @@ def _check(
             f"linear got x in {x.dtype} and weight in {w_dtype}; allowed: the same dtype, or any pair under"
             " torch.autocast; cast the input with x.to(weight.dtype)"
         )
-    if recipe.fp8_gemms and (w.shape[0] % 16 or w.shape[1] % 16):
+    if (w.shape[0] % 16 or w.shape[1] % 16) and recipe.fp8_gemms:
         raise ShapeError(
             f"linear got out_features={w.shape[0]}, in_features={w.shape[1]}; allowed: multiples of 16, which FP8"
             " GEMM needs; pad the layer or skip it in the plan"
         )
-    if recipe.is_delayed and slots is None:
+    if slots is None and recipe.is_delayed:
         raise ShapeError(f"recipe {recipe.name!r} needs amax slots; convert the model, or use a current-scaling recipe")
 
 

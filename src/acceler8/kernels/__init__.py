@@ -8,6 +8,7 @@ from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
     check_operands,
     has_hardware_matmul,
+    multiply,
     scaled_matmul,
     scaled_matmul_ref,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "check_operands",
     "compute_amax",
     "has_hardware_matmul",
+    "multiply",
     "quantize",
     "quantize_ref",
     "read_statistics",

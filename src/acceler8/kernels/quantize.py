@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from acceler8.errors import DtypeError, ShapeError
 from acceler8.formats import FORMATS, Format, decode
 from acceler8.kernels import _triton
-from acceler8.kernels._library import library
+from acceler8.kernels._library import library, may_go_direct
 from acceler8.kernels._quantize_launch import quantize_triton
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.statistics import PACKED, pack_ref
@@ -224,23 +224,35 @@ def quantize(
         raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
     names = rows.name if rows is not None else "", cols.name if cols is not None else ""
     if amax is not None or staging is not None:
+        amax, staging = _check_delayed(amax, staging, granularity)
+    out: list[Tensor]
+    if not statistics and may_go_direct(x) and _triton.runs_on(x) and x.numel():
+        out = quantize_triton(x, *names, granularity.name, pow2, margin, amax, staging)
+    elif amax is not None and staging is not None:
         return _quantize_delayed(x, amax, staging, names, granularity, pow2, margin, statistics)
-    out: list[Tensor] = torch.ops.acceler8.quantize.default(x, *names, granularity.name, pow2, margin, statistics)
+    else:
+        out = torch.ops.acceler8.quantize.default(x, *names, granularity.name, pow2, margin, statistics)
     as_rows = Quantized(out[0], out[1], granularity) if rows is not None else None
     behind = 0 if rows is None else 2  # not bool(rows): torch 2.11's Dynamo cannot trace it
     as_cols = Quantized(out[behind], out[behind + 1], granularity) if cols is not None else None
     return as_rows, as_cols, out[-1] if statistics else None
 
 
-def _quantize_delayed(
-    x: Tensor, amax: Tensor | None, staging: Tensor | None, names: tuple[str, str], granularity: Granularity,
-    pow2: bool, margin: int, statistics: bool,
-) -> tuple[Quantized | None, Quantized | None, Tensor | None]:  # fmt: skip
+def _check_delayed(
+    amax: Tensor | None, staging: Tensor | None, granularity: Granularity
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if granularity is not TENSORWISE:
         raise ShapeError(f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
     if amax is None or staging is None:
         got, missing = ("staging", "amax") if amax is None else ("amax", "staging")
         raise ShapeError(f"quantize got {got} but no {missing}; allowed: both (delayed scaling) or neither")
+    return amax, staging
+
+
+def _quantize_delayed(
+    x: Tensor, amax: Tensor, staging: Tensor, names: tuple[str, str], granularity: Granularity,
+    pow2: bool, margin: int, statistics: bool,
+) -> tuple[Quantized | None, Quantized | None, Tensor | None]:  # fmt: skip
     five: _Five = torch.ops.acceler8.quantize_delayed.default(x, amax, staging, *names, pow2, margin, statistics)
     as_rows = Quantized(five[0], five[1], granularity) if names[0] else None
     as_cols = Quantized(five[2], five[3], granularity) if names[1] else None
