@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from acceler8 import backends
+from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.facts import Facts
 from acceler8.accelerator.gradients import GradientState
 from acceler8.accelerator.loader import AcceleratedLoader
@@ -40,6 +41,7 @@ from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forw
 from acceler8.accelerator.processes import join_processes
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
 from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
 from acceler8.config.code import gather, layer_from_code, sort_handlers
@@ -58,7 +60,7 @@ from acceler8.scaling import StepClock
 _log = logging.getLogger("acceler8")
 
 
-class Accelerator(Facts):
+class Accelerator(Facts, Checkpoints):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
     An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
@@ -74,6 +76,9 @@ class Accelerator(Facts):
     config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
     fsdp_plugin, deepspeed_plugin, dynamo_plugin (or dynamo_backend): kept; ``prepare`` refuses what they ask for, which
         this version cannot do yet.
+    project_dir, project_config: where checkpoints go, and how they are named; ``save_state`` says more.
+    deterministic: have torch choose deterministic kernels, in the whole process, so that a resume on a GPU is bit for
+        bit; on a GPU set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the start.
     Raises: RecipeError and ConfigError, both ValueErrors, for unknown words, values that contradict each other and a
         recipe without ``fp8``; ImportError for a backend whose library is missing.
     """
@@ -96,6 +101,9 @@ class Accelerator(Facts):
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dynamo_backend: str | None = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        deterministic: bool = False,
     ) -> None:
         if kwargs_handlers is not None and kwarg_handlers is not None:
             raise ConfigError("Accelerator got kwargs_handlers and kwarg_handlers, two spellings; give one of them")
@@ -135,6 +143,7 @@ class Accelerator(Facts):
         self.processes = join_processes(current_environment(), device, bool(self.effective["use_cpu"]))
         self.strategy: Strategy = SingleProcess(self.device)
         self.scaler = LossScaler(self.device.type) if self.mixed_precision == "fp16" else None
+        self._start_checkpoints(project_dir, project_config, deterministic)
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
@@ -188,6 +197,7 @@ class Accelerator(Facts):
             if isinstance(obj, nn.Module):
                 wrapped[id(obj)] = self._prepare_model(obj)
         prepared = [wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj) for obj in objects]
+        self._remember_prepared(prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _refuse_what_cannot_run(self, obj: Any) -> None:

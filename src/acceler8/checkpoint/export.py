@@ -51,7 +51,10 @@ def replace_file(path: Path, obj: Any, *, as_tensors: bool) -> None:
         if as_tensors:
             write_tensors(building, obj, path.name)
         else:
-            torch.save(obj, building)
+            try:
+                torch.save(obj, building)
+            except RuntimeError as error:  # torch's own writer says so what others say as OSError
+                raise OSError(error) from error
             sync_file(building)
         building.replace(path)
         sync_folder(path.parent)

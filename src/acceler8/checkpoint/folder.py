@@ -51,7 +51,7 @@ def whole_folder(folder: Path, owned: Container[str], token: str | None = None) 
         yield building
         if folder.is_dir():
             _carry_over(folder, building, owned)
-        _sync_tree(building)
+        _sync_tree(building, owned)
         _swap_in(building, folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -75,11 +75,12 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _sync_tree(folder: Path) -> None:
-    """Wait for all of it: a hook's files come without a flush of their own."""
+def _sync_tree(folder: Path, owned: Container[str]) -> None:
+    """Wait for all of it: files that are not ``owned``, say a hook's, come without a flush of their own."""
     for path in folder.rglob("*"):
-        if not path.is_symlink():
-            (sync_folder if path.is_dir() else sync_file)(path)
+        if path.is_symlink() or (path.parent == folder and path.name in owned):
+            continue
+        (sync_folder if path.is_dir() else sync_file)(path)
     sync_folder(folder)
 
 

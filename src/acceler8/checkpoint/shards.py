@@ -71,18 +71,18 @@ def read_model(files: Container[str], path_of: Callable[[str], Path], stem: str,
 
     Raises: CheckpointError if there is none, or index and files disagree.
     """
-    if not (is_sharded := f"{stem}.safetensors.index.json" in files):
+    if f"{stem}.safetensors.index.json" not in files:
         return read_tensors(path_of(f"{stem}.safetensors"), mapped=mapped)
     index = path_of(f"{stem}.safetensors.index.json")
-    if is_sharded and f"{stem}.safetensors" in files:
+    if f"{stem}.safetensors" in files:
         raise CheckpointError(f"{index.parent} holds {stem}.safetensors and its index; use another checkpoint")
     wanted: dict[str, set[str]] = {}
     for tensor, name in _weight_map(index).items():
         wanted.setdefault(name, set()).add(tensor)
     state: dict[str, Tensor] = {}
+    if wrong := next((name for name in wanted if not shard_names(stem).fullmatch(name)), None):
+        raise CheckpointError(f"{index} names {wrong[:80]!r}, no shard of {stem}; use another checkpoint")
     for name, tensors in wanted.items():
-        if not shard_names(stem).fullmatch(name):
-            raise CheckpointError(f"{index} names {name[:80]!r}, no shard of {stem}; use another checkpoint")
         shard = read_tensors(path_of(name), mapped=mapped)
         if differ := sorted(tensors ^ shard.keys()):
             raise CheckpointError(
