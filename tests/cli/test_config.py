@@ -157,7 +157,7 @@ TEXT = """\
 distributed_type: FSDP
 num_processes: 2
 environment:
-  A: it's; $HOME
+  NCCL_A: it's; $HOME
 mixed_precision: fp8
 fp8_config:
   backend: TE

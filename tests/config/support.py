@@ -8,7 +8,21 @@ from typing import Any
 from hypothesis import strategies as st
 
 from acceler8.config import ENTRIES, Effective, Layer, Rank, Source, merge
-from acceler8.config.kinds import NOTHING, Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.config.kinds import (
+    NOTHING,
+    Bool,
+    Choice,
+    GpuIds,
+    Host,
+    Int,
+    Names,
+    Number,
+    Table,
+    Text,
+    ThreeBools,
+    Variables,
+    Words,
+)
 from acceler8.errors import ConfigError
 
 # one line that an environment variable can hold
@@ -28,6 +42,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.floats(kind.least, allow_nan=False, allow_infinity=False)
         case Choice():
             return st.sampled_from(kind.words)
+        case Host():
+            return st.sampled_from(["node0", "node-1.cluster", "10.0.0.1", "fe80::1", "localhost"])
+        case GpuIds():
+            return st.just("all") | st.lists(st.integers(0, 15), min_size=1, max_size=4, unique=True).map(
+                lambda numbers: ",".join(map(str, numbers))
+            )
         case Text():
             return LINES.map(str.strip).filter(lambda text: text.lower() not in NOTHING)
         case Names():
@@ -39,6 +59,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             )
         case ThreeBools():
             return st.tuples(st.booleans(), st.booleans(), st.booleans())
+        case Variables():
+            names = st.sampled_from(["NCCL_DEBUG", "NCCL_A", "GLOO_SOCKET_IFNAME", "TORCH_LOGS", "MKL_NUM_THREADS"])
+            return st.dictionaries(names, LINES, max_size=3)
         case Table():
             return st.dictionaries(LINES, LINES, max_size=3)
     raise AssertionError(f"no values for {kind}")

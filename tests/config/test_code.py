@@ -108,9 +108,11 @@ def test_a_recipe_object_hides_what_other_routes_say_of_it() -> None:
     effective = merge([environ, layer_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
     assert effective["fp8_config.fp8_format"] == "E4M3"
     assert check(effective) == []
-    delayed = read_environment({"ACCELERATE_FP8_MARGIN": "2"})
-    with pytest.raises(ConfigError, match="ACCELERATE_FP8_MARGIN: margin=2 belongs to delayed"):
-        check(merge([delayed, layer_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))]))
+    delayed = read_environment({"ACCELERATE_FP8_MARGIN": "2", "ACCELERATE_FP8_OVERRIDE_WGRAD": "true"})
+    effective = merge([delayed, layer_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
+    assert check(effective) == []
+    assert effective["fp8_config.margin"] is None
+    assert effective["fp8_config.override_linear_precision"] != (False, False, True)
 
 
 def test_a_recipe_with_a_name_of_its_own_is_code_only() -> None:

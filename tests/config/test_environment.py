@@ -74,7 +74,7 @@ def test_a_wrong_variable_is_named(environ: dict[str, str], message: str):
 def test_every_engine_that_is_written_is_what_accelerate_reads():
     assert write_environment(effective_of({"distributed_type": "FSDP"}))["ACCELERATE_USE_FSDP"] == "true"
     assert write_environment(effective_of({"distributed_type": "DEEPSPEED"}))["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert "ACCELERATE_USE_FSDP" not in write_environment(effective_of({"distributed_type": "NO"}))
+    assert write_environment(effective_of({"distributed_type": "NO"}))["ACCELERATE_USE_FSDP"] == "false"
 
 
 NAMES = [name for entry in ENTRIES.values() for name in entry.setting.env]

@@ -104,7 +104,7 @@ def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
 
 def test_the_flag_that_a_launcher_passed_on_stays_the_source(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
-    monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.margin": ["FLAG", "--fp8_margin"]}')
+    monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.margin": ["FLAG", "--fp8_margin", "3"]}')
     assert str(TERecipeKwargs().layer().values["fp8_config.margin"].source) == "flag --fp8_margin"
 
 

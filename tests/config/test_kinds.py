@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acceler8.config import ENTRIES
-from acceler8.config.kinds import Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.config.kinds import Bool, Choice, GpuIds, Host, Int, Names, Number, Table, Text, ThreeBools, Words
 from tests.config.support import values_of
 
 TAKEN = [
@@ -24,6 +24,10 @@ TAKEN = [
     (Choice(("TE", "NO")), "te", "TE"),
     (Choice(("TE", "NO")), False, "NO"),
     (Text(), 0, "0"),
+    (Host(), "10.0.0.1", "10.0.0.1"),
+    (Host(), "fe80::1", "fe80::1"),
+    (GpuIds(), "ALL", "all"),
+    (GpuIds(), " 1, 0", "1,0"),
     (Text(), "  a b ", "a b"),
     (Names(), "a, 'b' ,", ("a", "b")),
     (Names(), "[a, b]", ("a", "b")),
@@ -66,6 +70,12 @@ REFUSED = [
     (Text(), "a\0b"),
     (Text(), "a\udc80"),
     (Text(), ["a"]),
+    (Host(), "http://host"),
+    (Host(), "1.2.3"),
+    (Host(), "-a"),
+    (GpuIds(), "0,0"),
+    (GpuIds(), "0,x"),
+    (GpuIds(), "-1"),
     (Text(), True),
     (Names(), ["a,b"]),
     (Names(), [1]),

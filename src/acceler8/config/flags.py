@@ -48,7 +48,7 @@ def to_flags(effective: Effective) -> list[str]:
 
 
 def _flag_of(entry: Entry, value: object) -> Iterator[str]:
-    yield f"--{entry.setting.flags[0]}={entry.setting.kind.text(value)}"
+    yield f"--{entry.setting.flags[0]}={entry.setting.text(value)}"
 
 
 def _one_flag(
@@ -103,4 +103,4 @@ def _next_value(entry: Entry | None, words: list[str], where: str) -> str:
 
 
 def _is_bool_word(word: str) -> bool:
-    return word.lower() in ("true", "false", "yes", "no")
+    return word.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")

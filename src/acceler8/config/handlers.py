@@ -356,8 +356,10 @@ class NativeRecipeKwargs(RecipeHandler):
         values, _ = recipe_values(self.to_recipe())
         # not parsed: a Recipe may have a name of its own, which no other route could say
         layer.values[self.PATHS["recipe"]] = Value(values.pop("recipe"), self._source("recipe"))
-        for name, value in values.items():
-            layer.put(self.PATHS[name], value, self._source("recipe"))
+        for name, path in self.PATHS.items():  # it says everything: what it leaves out is not for another route to say
+            if name != "recipe":
+                layer.values[path] = Value(None, self._source("recipe"))
+                layer.put(path, values.get(name), self._source("recipe"))
         return layer
 
     def to_dict(self) -> dict[str, Any]:

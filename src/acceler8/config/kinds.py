@@ -7,6 +7,7 @@ objects. ``parse`` takes them all, so that a value that one route accepts is acc
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import math
 import re
@@ -14,9 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from acceler8.config.variables import objection
+
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
 NOTHING = ("", "none", "null", "~")
+
+
+class RefusedError(ValueError):
+    """A value is refused for a reason of its own, which the message gives: got, allowed, do."""
 
 
 class Kind(Protocol):
@@ -273,3 +280,59 @@ class Table:
     def text(self, value: dict[str, str]) -> str:
         """JSON."""
         return json.dumps(value, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Variables(Table):
+    """Environment variables that a configuration may add; see ``config.variables``."""
+
+    allowed: str = "a mapping of variables to texts, as JSON in a flag or a variable"
+
+    def parse(self, raw: Any) -> dict[str, str]:
+        """As ``Table``; a variable that may not be added is refused with the reason."""
+        table = super().parse(raw)
+        for name, value in table.items():
+            reason = objection(name, value, ())
+            if reason:
+                raise RefusedError(reason)
+        return table
+
+
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
+
+
+@dataclass(frozen=True)
+class Host(Text):
+    """A host name or an IP address, without scheme and port."""
+
+    allowed: str = "a host name or an IP address alone, such as node0.cluster or 10.0.0.1"
+
+    def parse(self, raw: Any) -> str:
+        """The host."""
+        host = super().parse(raw)
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if re.fullmatch(r"[0-9.]+", host) or len(host) > 253 or not _HOST.fullmatch(host):
+                raise ValueError from None
+        return host
+
+
+@dataclass(frozen=True)
+class GpuIds(Text):
+    """GPUs of a machine: ``all``, or different numbers with commas."""
+
+    allowed: str = "all, or different numbers with commas, such as 0,1"
+
+    def parse(self, raw: Any) -> str:
+        """``all`` or ``0,1``."""
+        text = super().parse(raw)
+        if text.lower() == "all":
+            return "all"
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            raise ValueError
+        numbers = [str(int(part)) for part in parts]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError
+        return ",".join(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from acceler8.config.kinds import RefusedError
 from acceler8.config.schema import Config, Section
 from acceler8.config.setting import Setting, shown_name
 from acceler8.errors import ConfigError, unknown_name
@@ -23,6 +24,8 @@ class Entry:
         """The value of ``raw``, which stands at ``where``. Raises ConfigError with got, allowed and do."""
         try:
             return self.setting.parse(raw)
+        except RefusedError as error:
+            raise ConfigError(f"{where}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"{where}: {self.path} {error}") from None
 
@@ -54,7 +57,7 @@ DEAD_ENV: dict[str, Entry] = {
     f"ACCELERATE_FP8_{alias.upper()}": entry
     for entry in ENTRIES.values()
     for alias in entry.setting.aliases
-    if f"ACCELERATE_FP8_{alias.upper()}" not in BY_ENV
+    if entry.is_fp8 and f"ACCELERATE_FP8_{alias.upper()}" not in BY_ENV
 }
 
 

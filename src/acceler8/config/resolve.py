@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from acceler8.config import backend_choice
-from acceler8.config.environment import read_environment
+from acceler8.config.environment import CONFIG_FILE, ENGINE_SWITCHES, SOURCES, read_environment
 from acceler8.config.files import default_file
-from acceler8.config.registry import ENTRIES, Entry
+from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
 from acceler8.config.setting import shown_name
 from acceler8.config.sources import Effective, Layer, Rank, Source, merge
+from acceler8.config.variables import objection
 from acceler8.config.yaml_file import read_yaml
 from acceler8.errors import ConfigError, unknown_name
 
+SETTINGS = frozenset(
+    {*BY_ENV, *DEAD_ENV, *ENGINE_SWITCHES, SOURCES, CONFIG_FILE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+)
+"""Variables that are settings themselves, or are made from one."""
 # DeepSpeed's own file says these, so they may not be said beside it
 _OF_DEEPSPEED_FILE = (
     *("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device"),
@@ -35,11 +40,15 @@ def load(
 ) -> Effective:
     """The effective values: flag before environment before YAML; what none gives has its default.
 
-    Without ``config_file`` the default file is read, if there is one and ``use_default_file``; a note says which.
+    Without ``config_file`` the file that ACCELER8_CONFIG_FILE names is read, else the default file, if there is one and
+    ``use_default_file``; a note says which.
     Raises ConfigError, naming the place, for a value that is not allowed and for a named file that is missing.
     """
     layers = []
-    if config_file is None and use_default_file:
+    if config_file is None and environ.get(CONFIG_FILE):
+        config_file = Path(environ[CONFIG_FILE])
+        layers.append(Layer(notes=[f"reading {config_file}, which {CONFIG_FILE} names"]))
+    elif config_file is None and use_default_file:
         config_file, note = default_file(environ)
         layers.append(Layer(notes=[note] if note else []))
     if config_file is not None:
@@ -94,7 +103,7 @@ def check(effective: Effective) -> list[str]:
 
 def contradictions(effective: Effective) -> Iterator[str]:
     """Each contradiction between devices, processes and engines, as the message of an error."""
-    for part in (_device_problems, _process_problems, _fsdp_problems, _deepspeed_problems):
+    for part in (_device_problems, _process_problems, _fsdp_problems, _deepspeed_problems, _variable_problems):
         yield from part(_Given(effective))
 
 
@@ -115,7 +124,7 @@ class _Given:
 
     def _said(self, path: str) -> str:
         value = self.effective.values[path]
-        text = f"{ENTRIES[path].key} {ENTRIES[path].setting.kind.text(value.value)}"
+        text = f"{ENTRIES[path].key} {ENTRIES[path].setting.text(value.value)}"
         return f"{text} ({value.source.where})"
 
 
@@ -125,16 +134,10 @@ def _device_problems(given: _Given) -> Iterator[str]:
         yield given.problem("distributed_type", "use_cpu", allowed="MULTI_CPU on a CPU, or use_cpu false")
     if given["use_cpu"] is False and kind == "MULTI_CPU":
         yield given.problem("use_cpu", "distributed_type", allowed="true for MULTI_CPU, or MULTI_GPU")
-    ids = given["gpu_ids"]
-    if ids and ids.lower() != "all":
-        parts = [part.strip() for part in ids.split(",")]
-        if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts):
-            yield given.problem("gpu_ids", allowed="all, or different numbers with commas, such as 0,1")
+    if given["gpu_ids"] not in (None, "all"):
         yield from _gpu_only("gpu_ids", "all, or leave it out on a CPU", given)
     if given["enable_cpu_affinity"]:
         yield from _gpu_only("enable_cpu_affinity", "false on a CPU: it binds processes to the cores near a GPU", given)
-    if given["mixed_precision"] == "fp16":
-        yield from _gpu_only("mixed_precision", "no, bf16, fp8 on a CPU: fp16 needs a GPU", given)
 
 
 def _gpu_only(path: str, allowed: str, given: _Given) -> Iterator[str]:
@@ -191,14 +194,28 @@ def _deepspeed_problems(given: _Given) -> Iterator[str]:
         yield given.problem(backend, section + "zero_stage", allowed="stages 0, 1, 2 with MSAMP; or another backend")
 
 
+def _variable_problems(given: _Given) -> Iterator[str]:
+    """Variables of ``environment`` that are settings themselves: there they would win without being seen."""
+    for name, value in (given["environment"] or {}).items():
+        reason = objection(name, value, SETTINGS)
+        if reason:
+            yield f"{given.effective.source('environment').where}: {reason}"
+
+
 def _idle(effective: Effective) -> list[str]:
     """Sections of a file or a command line that nothing reads, because another engine is chosen."""
-    notes = []
+    notes = [
+        f"{value.source.where}: {path} has no effect here; it is kept so that files of Accelerate stay whole"
+        for path, value in effective.values.items()
+        if ENTRIES[path].setting.is_idle and value.source.rank is not Rank.YAML and value.value
+    ]
     for section, engine in _ENGINE_OF_SECTION.items():
         asked = [
             value
             for path, value in effective.values.items()
-            if ENTRIES[path].section == section and value.source.rank in (Rank.YAML, Rank.FLAG)
+            if ENTRIES[path].section == section
+            and value.source.rank in (Rank.YAML, Rank.FLAG)
+            and path != "deepspeed_config.gradient_accumulation_steps"  # every engine accumulates
         ]
         if asked and effective["distributed_type"] != engine:
             now = effective["distributed_type"] or "not given"

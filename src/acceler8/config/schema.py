@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from acceler8.config.kinds import Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.config.kinds import Bool, Choice, GpuIds, Host, Int, Names, Number, Text, ThreeBools, Variables, Words
 from acceler8.config.setting import Setting
 
 BACKENDS = ("NATIVE", "AO", "TE", "MSAMP")
@@ -519,6 +519,7 @@ class DeepSpeedConfig(Section):
             kind=Choice(("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")),
             env=("ACCELER8_DEEPSPEED_MULTINODE_LAUNCHER",),
             flags=("deepspeed_multinode_launcher",),
+            is_idle=True,
             help="How several machines are reached; here torchrun's rendezvous is used (standard).",
             ask="How are the machines reached?",
         ),
@@ -529,6 +530,7 @@ class DeepSpeedConfig(Section):
             kind=Text(),
             env=("ACCELER8_DEEPSPEED_HOSTFILE",),
             flags=("deepspeed_hostfile",),
+            is_idle=True,
             help="DeepSpeed's hostfile.",
             ask="Path of the hostfile?",
         ),
@@ -539,6 +541,7 @@ class DeepSpeedConfig(Section):
             kind=Text(),
             env=("ACCELER8_DEEPSPEED_EXCLUSION_FILTER",),
             flags=("deepspeed_exclusion_filter",),
+            is_idle=True,
             help="Hosts to leave out.",
             ask="Hosts to leave out?",
         ),
@@ -549,6 +552,7 @@ class DeepSpeedConfig(Section):
             kind=Text(),
             env=("ACCELER8_DEEPSPEED_INCLUSION_FILTER",),
             flags=("deepspeed_inclusion_filter",),
+            is_idle=True,
             help="Hosts to use.",
             ask="Hosts to use?",
         ),
@@ -585,7 +589,7 @@ class Config(Section):
         str | None,
         _top(
             "main_process_ip",
-            kind=Text(),
+            kind=Host(),
             help="Host of machine 0. Not given: this machine, on its loopback.",
             ask="Host of machine 0?",
         ),
@@ -613,6 +617,7 @@ class Config(Section):
         _top(
             "same_network",
             kind=Bool(),
+            is_idle=True,
             help="Machines share a local network.",
             ask="Are all machines on one local network?",
             is_bare=True,
@@ -624,7 +629,7 @@ class Config(Section):
     ] = None
     gpu_ids: A[
         str | None,
-        _top("gpu_ids", kind=Text(), help="GPUs of this machine: all, or numbers with commas.", ask="Which GPUs?"),
+        _top("gpu_ids", kind=GpuIds(), help="GPUs of this machine: all, or numbers with commas.", ask="Which GPUs?"),
     ] = None
     use_cpu: A[
         bool | None,
@@ -647,13 +652,15 @@ class Config(Section):
             "enable_cpu_affinity",
             env="ACCELERATE_CPU_AFFINITY",
             kind=Bool(),
+            is_idle=True,
             help="Bind each process to its GPU's cores.",
             ask="Bind each process to the cores near its GPU?",
             is_bare=True,
         ),
     ] = None
     main_training_function: A[
-        str | None, _top("main_training_function", kind=Text(), help="For TPUs; kept so that files round-trip.")
+        str | None,
+        _top("main_training_function", kind=Text(), is_idle=True, help="For TPUs; kept so that files round-trip."),
     ] = None
     debug: A[
         bool | None,
@@ -661,6 +668,7 @@ class Config(Section):
             "debug",
             env="ACCELERATE_DEBUG_MODE",
             kind=Bool(),
+            is_idle=True,
             help="Check collectives across processes.",
             ask="Check collectives for errors while running (slower)?",
             is_bare=True,
@@ -672,7 +680,7 @@ class Config(Section):
             "environment",
             env="ACCELER8_ENVIRONMENT",
             flags=("environment",),
-            kind=Table(),
+            kind=Variables(),
             help="Variables for the processes, such as NCCL_DEBUG.",
         ),
     ] = None

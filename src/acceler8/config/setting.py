@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from acceler8.config.kinds import NOTHING, Kind
+from acceler8.config.kinds import NOTHING, Kind, RefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Setting:
     unit: str | None = None
     is_bare: bool = False
     """True if the flag may stand without a value, which then is true."""
+    is_idle: bool = False
+    """True if nothing reads it here: it is kept so that files of Accelerate stay whole, and a note says so."""
 
     def parse(self, raw: Any) -> Any:
         """The value that any route's ``raw`` spells; None for nothing. Raises ValueError saying what is allowed."""
@@ -41,8 +43,14 @@ class Setting:
             return None
         try:
             return self.kind.parse(raw)
+        except RefusedError:
+            raise
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise ValueError(f"got {shown(raw)}; allowed: {self.kind.allowed}") from None
+
+    def text(self, value: Any) -> str:
+        """A spelling of a value (or of None, which takes back what a lower source gave) that ``parse`` reads back."""
+        return "none" if value is None else self.kind.text(value)
 
     def _is_word(self, raw: str) -> bool:
         """True if ``raw`` spells nothing elsewhere and is a value here, as ``none`` is for an offload device."""
@@ -51,14 +59,6 @@ class Setting:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Let pydantic read values as every route does."""
         return core_schema.no_info_before_validator_function(self.parse, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Describe the field in the JSON schema that editors read."""
-        described = dict(handler(schema))
-        described["description"] = self.help
-        described["x-environment"] = list(self.env)
-        described["x-flag"] = f"--{self.flags[0]}" if self.flags else None
-        return described
 
 
 def shown(raw: Any) -> str:

@@ -5,7 +5,7 @@ Precedence, highest first: code, flag, environment, YAML, default. Every effecti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -38,6 +38,8 @@ class Source:
 
 
 DEFAULT = Source(Rank.DEFAULT, "default")
+NOT_FP8 = "this run is not FP8"
+"""End of the note that a program should show as a warning."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,15 @@ class Layer:
     notes: list[str] = field(default_factory=list)
 
     def put(self, path: str, raw: Any, source: Source) -> None:
-        """Check and take a raw value; one that spells nothing leaves the setting as it is. Raises ConfigError."""
+        """Check and take a raw value. Raises ConfigError.
+
+        One that is empty leaves the setting as it is. The word ``none``, in a flag or a variable, takes back what a
+        lower source gave.
+        """
         value = ENTRIES[path].parse(raw, source.where)
         if value is None:
+            if source.rank > Rank.YAML and isinstance(raw, str) and raw.strip():
+                self.values[path] = Value(None, source)
             return
         if path == "fp8_config.opt_level" and str(getattr(raw, "value", raw)).strip().upper() != value:
             self.notes.append(f"{source.where}: opt_level {raw!r} is read as {value}")
@@ -87,8 +95,13 @@ class Effective:
         return {
             path: value.value
             for path, value in self.values.items()
-            if section is None or ENTRIES[path].section == section
+            if value.value is not None and (section is None or ENTRIES[path].section == section)
         }
+
+    @property
+    def uses_cpu(self) -> bool:
+        """True if training stays on the CPU."""
+        return bool(self["use_cpu"]) or self["distributed_type"] == "MULTI_CPU"
 
     @property
     def config(self) -> Config:
@@ -104,10 +117,23 @@ def merge(layers: Iterable[Layer]) -> Effective:
     """The effective values of several layers: for each setting the one of highest rank, the later at equal rank."""
     values: dict[str, Value] = {}
     notes: list[str] = []
+    layers = list(layers)
     for layer in layers:
         notes += [note for note in layer.notes if note not in notes]
         for path, value in layer.values.items():
             if path not in values or value.source.rank >= values[path].source.rank:
                 values[path] = value
+    notes += [note for note in _lost_fp8(values.get("mixed_precision"), layers) if note not in notes]
     ordered = {path: values[path] for path in ENTRIES if path in values}
     return Effective(MappingProxyType(ordered), tuple(notes))
+
+
+def _lost_fp8(winner: Value | None, layers: Iterable[Layer]) -> Iterator[str]:
+    """FP8 that was asked for and is not done deserves a word, whoever won."""
+    for layer in layers:
+        asked = layer.values.get("mixed_precision")
+        if asked and asked.value == "fp8" and winner and winner.value != "fp8":
+            yield (
+                f"{asked.source} asks for mixed_precision fp8, which {winner.source} overrides with {winner.value}:"
+                f" {NOT_FP8}"
+            )

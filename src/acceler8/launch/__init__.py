@@ -5,8 +5,8 @@ process behind. Several workers run under torch's elastic agent, in this process
 loads no torch.
 """
 
-from acceler8.launch.environment import child_environment
 from acceler8.launch.run import launch
 from acceler8.launch.spec import LaunchSpec
+from acceler8.launch.worker_environment import child_environment
 
 __all__ = ["LaunchSpec", "child_environment", "launch"]

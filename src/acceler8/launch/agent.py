@@ -36,10 +36,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from acceler8.errors import LaunchError
-from acceler8.launch.environment import elastic_variables, worker_variables
 from acceler8.launch.report import describe_end, say
 from acceler8.launch.spec import DEFAULT_PORT, LaunchSpec
 from acceler8.launch.stopping import StoppedBySignalError, Stopping
+from acceler8.launch.worker_environment import elastic_variables, worker_variables
 from acceler8.launch.workers import KILL_LIMIT_S, Workers
 
 

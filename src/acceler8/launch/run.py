@@ -14,11 +14,12 @@ from types import TracebackType
 
 from acceler8.errors import LaunchError
 from acceler8.launch.command import resolve_command
-from acceler8.launch.environment import child_environment, default_threads, elastic_variables, worker_variables
+from acceler8.launch.guardian import MARK
 from acceler8.launch.report import describe_failure, describe_stop, say, show_log_end
 from acceler8.launch.signals import SignalRelay
 from acceler8.launch.spec import LaunchSpec
 from acceler8.launch.stopping import Stopping
+from acceler8.launch.worker_environment import child_environment, default_threads, elastic_variables, worker_variables
 from acceler8.launch.workers import KILL_LIMIT_S, Workers
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -30,7 +31,7 @@ class Guardian:
     def __init__(self, mark: str, parent: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             (sys.executable, "-I", "-S", str(GUARDIAN), mark),
-            env=dict(parent),
+            env={name: value for name, value in parent.items() if name != MARK},  # an outer launch must not sweep it
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

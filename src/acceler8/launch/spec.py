@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from acceler8.config.kinds import Host
 from acceler8.errors import LaunchError
-from acceler8.launch.environment import check_configured
+from acceler8.launch.worker_environment import check_configured
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 """torchrun's and Accelerate's, for several machines: all must agree on it without having talked."""
 
 RENDEZVOUS_BACKENDS = ("static", "c10d")
-
-_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class LaunchSpec:
     use_cpu: bool = False
     """The workers compute on the CPU: they find ``ACCELERATE_USE_CPU=true``. ``CUDA_VISIBLE_DEVICES`` stays."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the configuration adds to the workers' environment; see ``launch.environment`` for what it may."""
+    """What the configuration adds to the workers' environment; see ``config.variables`` for what it may."""
     max_restarts: int = 0
     """How often all workers are started again after one failed."""
     monitor_interval_s: float = 0.05
@@ -118,14 +116,12 @@ class LaunchSpec:
 def check_host(host: str) -> None:
     """Raise LaunchError unless ``host`` is a host name or an IP address, without scheme and port."""
     try:
-        ipaddress.ip_address(host)
+        Host().parse(host)
     except ValueError:
-        looks_like_address = re.fullmatch(r"[0-9.]+", host)
-        if looks_like_address or len(host) > 253 or not _HOST.fullmatch(host):
-            raise LaunchError(
-                f"main_process_ip={host!r} is neither a host name nor an IP address; give it alone, such as "
-                "node0.cluster or 10.0.0.1, and the port with main_process_port"
-            ) from None
+        raise LaunchError(
+            f"main_process_ip={host!r} is neither a host name nor an IP address; give it alone, such as "
+            "node0.cluster or 10.0.0.1, and the port with main_process_port"
+        ) from None
 
 
 def check_port(port: int) -> None:

@@ -36,6 +36,10 @@ KILL_LIMIT_S = 10.0
 """How long to wait for a killed process; one in an uninterruptible sleep (a wedged driver) is given up."""
 
 
+UNKNOWN_STATUS = 255
+"""Status of a worker that the system reaped before anybody could ask."""
+
+
 @dataclass
 class Worker:
     """One worker process; ``code`` is its exit status, or minus the signal that ended it; ``is_asked``: to end."""
@@ -63,7 +67,10 @@ def _wait_without_reaping(process: subprocess.Popen[bytes]) -> int:
     """Exit status of ``process``, or minus its signal; the process stays a zombie where the system can do that."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.wait()
-    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # whoever started us ignores SIGCHLD, and the status is gone
+        return UNKNOWN_STATUS
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
