@@ -14,7 +14,7 @@ def assert_same(got, expected):
         assert got.dtype == expected.dtype
         assert got.shape == expected.shape
         assert got.device == expected.device
-        assert bits(got) == bits(expected)
+        assert torch.equal(in_bytes(got), in_bytes(expected)), (got, expected)
     elif isinstance(expected, dict):
         assert list(got) == list(expected)
         for key in expected:
@@ -28,7 +28,11 @@ def assert_same(got, expected):
 
 
 def bits(tensor: Tensor) -> list[int]:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return in_bytes(tensor).tolist()
+
+
+def in_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Net(nn.Module):

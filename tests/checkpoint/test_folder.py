@@ -242,6 +242,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     folder, start, moments = tmp_path / "c", 0.0, random.Random(3)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}

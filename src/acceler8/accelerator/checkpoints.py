@@ -111,10 +111,10 @@ class Checkpoints:
         """Write models, optimizers, schedulers, loaders, scaler, steps, random generators and registered objects.
 
         The folder appears whole or not at all, and replaces one of the same name the same way. Every process calls
-        this. ``output_dir`` None writes ``PROJECT_DIR/checkpoints/checkpoint_N`` (``automatic_checkpoint_naming``) and
-        then removes the oldest above ``total_limit``. ``progress`` holds plain values that come back in
-        ``load_state``'s report. Between two micro-batches of a step the gradients are saved too; call it between
-        iterations of the loop. Returns the folder.
+        this. With ``automatic_checkpoint_naming`` the folder is ``PROJECT_DIR/checkpoints/checkpoint_N``, whatever
+        ``output_dir`` says, and the oldest above ``total_limit`` go once it is whole. ``progress`` holds plain values
+        that come back in ``load_state``'s report. Between two micro-batches of a step the gradients are saved too; call
+        it between iterations of the loop. Returns the folder.
         Raises: CheckpointError for a model with NaN or inf (``force=True`` saves it all the same), a part that cannot
             be stored without pickle, a disk that fails, or a name that is taken. Nothing is left behind then.
         """
@@ -170,7 +170,12 @@ class Checkpoints:
         self._group.run(lambda: self._run_hooks(self._load_hooks, left, str(resume.checkpoint.folder)))
         kept = {id(self._plain(model)) for model in left}
         wanted = [i for i, model in enumerate(models) if id(model) in kept]
-        report = self._group.run(lambda: resume.apply(wanted))
+        try:
+            self._group.run(lambda: resume.attempt(wanted))
+        except BaseException:
+            resume.undo()  # where this process could and another could not
+            raise
+        report = resume.finish(wanted)
         if config.automatic_checkpoint_naming:
             config.iteration = 1 + max(numbered(config.checkpoints()), default=-1)
         _log.log(logging.WARNING if report.reset else logging.INFO, "%s", report)
@@ -293,7 +298,7 @@ class Checkpoints:
             checkpoint.verify()  # a hook reads its files without looking at their hashes
         resume = Resume(checkpoint, self._training(), strict=strict, force=force)
         if not self._load_hooks and any(map(resume.lacks, range(len(self._models)))):
-            resume.apply(range(len(self._models)))  # raises, and says what is missing
+            resume.attempt(range(len(self._models)))  # raises, and says what is missing
         return resume
 
     def _training(self) -> Training:

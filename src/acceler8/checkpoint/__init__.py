@@ -2,10 +2,13 @@
 
     checkpoint.json                  what is inside: sizes, hashes, versions, ties, progress, settings; written last
     model.safetensors                the plain state_dict, which any safetensors reader opens
-    fp8.safetensors                  FP8 state beside it (amax histories); absent if there is none
+    acceler8_state.safetensors       FP8 state beside it (amax histories); absent if there is none
     optimizer.json, .safetensors     optimizer state under parameter names
     extra.json, .safetensors         schedulers, loaders and other objects with a state_dict
     rng.json, .safetensors           random generators
+
+``save`` and ``load`` are for a loop that owns its objects, one model and one optimizer. ``Accelerator.save_state``
+writes the same format for any number of them and of processes (``checkpoint.training`` lists its files).
 
 Hashes cost one more read of each file and catch what a size cannot: a flipped bit, a file swapped in from
 another step.
@@ -16,12 +19,16 @@ from __future__ import annotations
 from acceler8.checkpoint.compare import Difference, compare_config
 from acceler8.checkpoint.load import Checkpoint, is_checkpoint, load
 from acceler8.checkpoint.manifest import FORMAT_VERSION
+from acceler8.checkpoint.project import ProjectConfiguration
+from acceler8.checkpoint.resume import LoadReport
 from acceler8.checkpoint.save import Stateful, save
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "Difference",
+    "LoadReport",
+    "ProjectConfiguration",
     "Stateful",
     "compare_config",
     "is_checkpoint",

@@ -7,8 +7,9 @@ and the report says what starts afresh. What must not differ raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class LoadReport:
 
 
 class Resume:
-    """A checkpoint that fits ``training``: made without changing anything, then ``apply`` changes all.
+    """A checkpoint that fits ``training``: made without changing anything; then ``attempt`` and ``finish`` do.
 
     Raises: CheckpointError, with every object as it was, if the checkpoint is damaged or does not fit.
     """
@@ -69,15 +70,17 @@ class Resume:
         self._optimizers = [self._fit_optimizer(i, one) for i, one in enumerate(training.optimizers)]
         self._fp8 = self._fit_fp8()
         self._models = self._fit_models()
+        self._undo: list[Action] = []
 
     def lacks(self, index: int) -> bool:
         """True if the checkpoint has no weights of model ``index``, for a hook took them when it was saved."""
         return index not in self._models
 
-    def apply(self, models: Collection[int]) -> LoadReport:
-        """Change every object; weights of the models in ``models`` only, for a hook may have loaded the others.
+    def attempt(self, models: Collection[int]) -> None:
+        """Change what may still reject its state: registered objects, schedulers, loaders, optimizers.
 
-        Raises: CheckpointError if an object rejects its state; then every object is as it was.
+        ``models`` are those that ``finish`` is to load; a hook may have loaded the others.
+        Raises: CheckpointError if a model has no weights here or an object rejects its state; all is as before then.
         """
         if missing := [i for i in models if self.lacks(i)]:
             kind = type(self.training.models[missing[0]]).__qualname__
@@ -85,7 +88,31 @@ class Resume:
                 f"{self.checkpoint.folder} has no weights of model {missing[0]} ({kind}): a save hook took them;"
                 " register the load hook that reads them and removes the model from its list"
             )
-        self._apply_risky()
+        rng = capture_rng()
+        self._undo.append(lambda: restore_rng(rng))
+        for name, change in self._risky():
+            try:
+                change()
+            except Exception as error:
+                unsure = self.undo()
+                raise CheckpointError(
+                    f"{name} rejects its saved state ({error}); everything is as before"
+                    + (f", but {name} took neither its old state back" if unsure else "")
+                    + "; build it as it was saved"
+                ) from error
+
+    def undo(self) -> bool:
+        """Take ``attempt`` back; True if an object rejects its own state of before."""
+        unsure = False
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except Exception:
+                unsure = True
+        return unsure
+
+    def finish(self, models: Collection[int]) -> LoadReport:
+        """Change the rest, after ``attempt``."""
         for i in models:
             self._models[i]()
         for action in self._fp8:
@@ -246,31 +273,17 @@ class Resume:
             actions[i] = load_state(model, state)
         return actions
 
-    def _apply_risky(self) -> None:
-        """What may still be rejected: registered objects, schedulers, loaders, optimizers. All or none."""
-        rng = capture_rng()
-        undo: list[Action] = []
-        name = ""
-        try:
-            for name, owner, state in self._extras:  # noqa: B007 - the handler below says it
-                undo.append(_undo_stateful(owner, owner.state_dict()))
-                owner.load_state_dict(state)
-            for i, (loader, state) in enumerate(self._loaders()):
-                name = f"loader {i}"
-                undo.append(_undo_stateful(loader, loader.state_dict()))
-                loader.load_state_dict(state)
-                loader_state(loader)  # makes the iterator now, whose making draws random numbers
-            for i, (optimizer, action) in enumerate(zip(self.training.optimizers, self._optimizers, strict=True)):
-                name = f"optimizer {i}"
-                undo.append(_undo_optimizer(unwrapped(optimizer)))
-                action()
-        except Exception as error:
-            for action in reversed(undo):
-                action()
-            restore_rng(rng)
-            raise CheckpointError(
-                f"{name} rejects its saved state ({error}); everything is as before; build it as it was saved"
-            ) from error
+    def _risky(self) -> Iterator[tuple[str, Action]]:
+        """``(name, change)``; how to take it back is noted before each."""
+        for name, owner, state in self._extras:
+            self._undo.append(_undo_stateful(owner, owner.state_dict()))
+            yield name, partial(owner.load_state_dict, state)
+        for i, (loader, state) in enumerate(self._loaders()):
+            self._undo.append(_undo_stateful(loader, loader.state_dict()))
+            yield f"loader {i}", partial(_load_loader, loader, state)
+        for i, (optimizer, action) in enumerate(zip(self.training.optimizers, self._optimizers, strict=True)):
+            self._undo.append(_undo_optimizer(unwrapped(optimizer)))
+            yield f"optimizer {i}", action
 
     def _loaders(self) -> list[tuple[Any, Any]]:
         if "loaders" not in self._own:
@@ -300,6 +313,11 @@ class Resume:
         for name, p in self.training.parameters().items():
             gradient = self._gradients.get(name)
             p.grad = None if gradient is None else gradient.to(p.device)
+
+
+def _load_loader(loader: Any, state: Any) -> None:
+    loader.load_state_dict(state)
+    loader_state(loader)  # makes the iterator now, whose making draws random numbers
 
 
 def _undo_stateful(owner: Any, state: Mapping[str, Any]) -> Action:
