@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from torch.utils.data import DataLoader
 
 from acceler8 import backends
 from acceler8.accelerator.checkpoints import Checkpoints
+from acceler8.accelerator.collectives import Collectives
 from acceler8.accelerator.facts import Facts
-from acceler8.accelerator.gradients import GradientState
-from acceler8.accelerator.loader import AcceleratedLoader
+from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
+from acceler8.accelerator.loops import Loops, make_gradient_state, make_loader_config
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
@@ -49,30 +51,45 @@ from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
 from acceler8.config.handlers import recipe_values
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.config.run_handlers import (
+    HANDLERS,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from acceler8.config.sources import DEFAULT, Rank, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
-from acceler8.parallel import SingleProcess, Strategy
+from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
 from acceler8.recipes import Recipe, resolve
 from acceler8.scaling import StepClock
 
 _log = logging.getLogger("acceler8")
 
 
-class Accelerator(Facts, Checkpoints):
+class Accelerator(Facts, Loops, Collectives, Checkpoints):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
     An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
 
     mixed_precision: ``no``, ``fp16`` (with a loss scaler), ``bf16`` or ``fp8`` (FP8 layers in a BF16 model), in any
         case; default ``no``.
-    kwargs_handlers: recipe objects, such as ``TERecipeKwargs``; ``kwarg_handlers`` is the same argument.
+    kwargs_handlers: recipe objects, such as ``TERecipeKwargs``, and ``DistributedDataParallelKwargs``,
+        ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``AutocastKwargs``; ``kwarg_handlers`` is the same argument.
     recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), and layers that stay in
         high precision beside the default ones. backend: who computes FP8; default: the first that is available of
         ``fp8_backend_order`` (``NATIVE, AO, TE, MSAMP``).
     cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
-    gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it.
+    gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it. Or
+        gradient_accumulation_plugin, which says more.
+    dataloader_config: how loaders are spread over processes; split_batches and even_batches are short for it.
+    device_placement: False leaves models and batches where they are. rng_types: random states that become rank 0's on
+        all ranks when an epoch begins, of ``generator`` (the sampler's; the default), ``torch`` and ``cuda``.
+    step_scheduler_with_optimizer: False lets schedulers move at every call, once.
     config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
     fsdp_plugin, deepspeed_plugin, dynamo_plugin (or dynamo_backend): kept; ``prepare`` refuses what they ask for, which
         this version cannot do yet.
@@ -101,6 +118,13 @@ class Accelerator(Facts, Checkpoints):
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dynamo_backend: str | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        split_batches: bool | None = None,
+        even_batches: bool | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        device_placement: bool = True,
+        rng_types: Iterable[str] | None = None,
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         deterministic: bool = False,
@@ -111,8 +135,26 @@ class Accelerator(Facts, Checkpoints):
             raise ConfigError("Accelerator got dynamo_plugin and dynamo_backend; give one of them")
         if dynamo_backend is not None:
             dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)
+        if gradient_accumulation_plugin is not None and gradient_accumulation_plugin.num_steps is not None:
+            if gradient_accumulation_steps not in (None, 1):
+                raise ConfigError(
+                    "Accelerator got gradient_accumulation_steps and a gradient_accumulation_plugin with num_steps;"
+                    " give one of them"
+                )
+            gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
         _check_words(mixed_precision, gradient_accumulation_steps, recipe, backend)
-        self.handlers = sort_handlers(kwargs_handlers if kwargs_handlers is not None else kwarg_handlers)
+        rng_types = ("generator",) if rng_types is None else tuple(str(kind) for kind in rng_types)
+        for kind in rng_types:
+            if kind not in RNG_TYPES:
+                raise ConfigError(unknown_name("rng_types", kind, RNG_TYPES))
+        self.dataloader_config = make_loader_config(dataloader_config, split_batches, even_batches)
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
+        self.handlers = sort_handlers(kwargs_handlers if kwargs_handlers is not None else kwarg_handlers, HANDLERS)
+        others = self.handlers.others
+        self.ddp_handler: DistributedDataParallelKwargs | None = others.get("ddp_handler")
+        self.scaler_handler: GradScalerKwargs | None = others.get("scaler_handler")
+        self.init_handler: InitProcessGroupKwargs | None = others.get("init_handler")
+        self.autocast_handler: AutocastKwargs | None = others.get("autocast_handler")
         self.fsdp_plugin, self.deepspeed_plugin, self.dynamo_plugin = fsdp_plugin, deepspeed_plugin, dynamo_plugin
         code = layer_from_code(
             mixed_precision=mixed_precision,
@@ -136,16 +178,44 @@ class Accelerator(Facts, Checkpoints):
         self.backend = self._fp8_backend.value.lower()
         self.recipe = self._recipe(recipe, skip)
         self.skip = self.effective["fp8_config.skip"]
-        self.gradients = GradientState(
-            num_steps=self.effective["deepspeed_config.gradient_accumulation_steps"] or 1,
+        self.gradients = make_gradient_state(
+            gradient_accumulation_plugin, self.effective["deepspeed_config.gradient_accumulation_steps"] or 1
         )
         self.clock = StepClock()
-        self.processes = join_processes(current_environment(), device, bool(self.effective["use_cpu"]))
-        self.strategy: Strategy = SingleProcess(self.device)
-        self.scaler = LossScaler(self.device.type) if self.mixed_precision == "fp16" else None
+        self.processes = join_processes(
+            current_environment(), device, bool(self.effective["use_cpu"]), self.init_handler
+        )
+        self.strategy: Strategy = self._strategy()
+        self.scaler = self._loss_scaler()
+        self._loader_context = LoaderContext(
+            processes=self.processes,
+            gradients=self.gradients,
+            config=self.dataloader_config,
+            device=self.device if device_placement else None,
+            rng_types=rng_types,
+        )
+        self._loaders: weakref.WeakSet[AcceleratedLoader] = weakref.WeakSet()
         self._start_checkpoints(project_dir, project_config, deterministic)
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
+
+    def _strategy(self) -> Strategy:
+        if self.num_processes == 1:
+            return SingleProcess(self.device)
+        handler = self.ddp_handler
+        return ReplicatedProcesses(
+            self.device,
+            self.process_index,
+            self.num_processes,
+            options=None if handler is None else handler.to_kwargs(),
+            register=None if handler is None else handler.register_comm_hook,
+        )
+
+    def _loss_scaler(self) -> LossScaler | None:
+        handler = self.scaler_handler
+        if self.mixed_precision != "fp16" or (handler is not None and not handler.enabled):
+            return None
+        return LossScaler(self.device.type, None if handler is None else handler.to_dict(), self.strategy.agree)
 
     def _check_recipe_is_for_fp8(self, recipe: str | Recipe | None) -> None:
         if self.mixed_precision == "fp8" or (recipe is None and not self.handlers.found):
@@ -168,16 +238,6 @@ class Accelerator(Facts, Checkpoints):
         return recipe.replace(skip=self.effective["fp8_config.skip"] or ())
 
     @property
-    def sync_gradients(self) -> bool:
-        """True in the micro-batch whose backward completes a step."""
-        return self.gradients.sync_gradients
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self.gradients.num_steps
-
-    @property
     def plan(self) -> Plan | None:
         """The FP8 plan of the first prepared model; None before there is one, or without ``fp8``."""
         plans = self.fp8_report().plans
@@ -186,9 +246,9 @@ class Accelerator(Facts, Checkpoints):
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, DataLoaders and schedulers, in any order and in one call or several.
 
-        Returns them in the order given (one object if one was given). Models come back as the same object; an optimizer
-        made before or after its model is prepared holds the right Parameters either way. Anything else is returned
-        unchanged. Preparing an object twice changes nothing.
+        Returns them in the order given (one object if one was given). Models come back as the same object, in several
+        processes in DistributedDataParallel; an optimizer made before or after its model is prepared holds the right
+        Parameters either way. Anything else is returned unchanged. Preparing an object twice changes nothing.
         """
         for obj in objects:
             self._refuse_what_cannot_run(obj)
@@ -208,12 +268,7 @@ class Accelerator(Facts, Checkpoints):
         if (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
             raise NotInThisVersionError(
                 f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet;"
-                " allowed: NO, one process; leave the engine out"
-            )
-        if self.num_processes > 1:
-            raise NotInThisVersionError(
-                f"prepare got a {type(obj).__name__} in process {self.process_index} of {self.num_processes}: data"
-                " parallel training is not in this version yet; allowed: one process; start the script with one"
+                " allowed: one process, or several that each hold the model (MULTI_GPU, MULTI_CPU); leave it out"
             )
         if not isinstance(obj, nn.Module):
             return
@@ -225,9 +280,12 @@ class Accelerator(Facts, Checkpoints):
         backend_choice.refuse_what_cannot_run(effective, self._fp8_backend)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        if any(model is known for known in self._models):
-            return model
-        self.strategy.place(model)
+        for known in self._models:
+            if model is known or model is self.strategy.unwrap(known):
+                return known
+        given, model = model, self.strategy.unwrap(model)  # a script may have wrapped it itself
+        if self.device_placement:
+            self.strategy.place(model)
         for optimizer in self._optimizers:
             _move_state(optimizer.optimizer)
         states = find_states(model)
@@ -247,8 +305,8 @@ class Accelerator(Facts, Checkpoints):
                 type(model).__name__,
                 ", ".join(sorted({state.plan.recipe.name for state in states})),
             )
-        wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision])
-        model = self.strategy.wrap(model)
+        wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision], self._autocast_options(None))
+        model = self.strategy.wrap(given)
         self._models.append(model)
         self._take_over_attachments()
         return model
@@ -265,9 +323,17 @@ class Accelerator(Facts, Checkpoints):
             self._take_over_attachments()
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
-            return AcceleratedScheduler(obj, self.gradients, self._optimizers)
+            return AcceleratedScheduler(
+                obj,
+                self.gradients,
+                self._optimizers,
+                moves=1 if self.split_batches else self.num_processes,
+                with_optimizer=self.step_scheduler_with_optimizer,
+            )
         if isinstance(obj, DataLoader):
-            return AcceleratedLoader(obj, self.device, self.gradients)
+            loader = prepare_loader(obj, self._loader_context)
+            self._loaders.add(loader)
+            return loader
         return obj
 
     def _take_over_attachments(self) -> None:
@@ -286,11 +352,17 @@ class Accelerator(Facts, Checkpoints):
         loss.backward(**kwargs)
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the 16-bit dtype of ``mixed_precision`` inside; for code outside a prepared model's forward."""
         dtype = PRECISIONS[self.mixed_precision]
-        with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        options = self._autocast_options(autocast_handler)
+        options["enabled"] = dtype is not None and options.get("enabled", True)
+        with torch.autocast(self.device.type, dtype or torch.bfloat16, **options):
             yield
+
+    def _autocast_options(self, handler: AutocastKwargs | None) -> dict[str, Any]:
+        handler = handler or self.autocast_handler
+        return {} if handler is None else handler.to_dict()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -305,7 +377,7 @@ class Accelerator(Facts, Checkpoints):
         if self.gradients.num_steps > 1:
             codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
-            if not self.gradients.sync_gradients:
+            if not (self.gradients.sync_gradients or self.gradients.sync_each_batch):
                 for model in targets:
                     stack.enter_context(self.strategy.no_sync(model))
             try:
@@ -315,10 +387,6 @@ class Accelerator(Facts, Checkpoints):
             finally:
                 for c in codes:
                     c.close() if self.gradients.sync_gradients else c.pause()
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward does not exchange gradients between processes."""
-        return self.strategy.no_sync(model)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global norm of gradients (unscaled first, under FP16); returns the norm before clipping."""
@@ -333,10 +401,11 @@ class Accelerator(Facts, Checkpoints):
 
         ``keep_fp32_wrapper=False`` also takes autocast off its forward, for use after training.
         """
+        plain = self.strategy.unwrap(model)
         if not keep_fp32_wrapper:
-            unwrap_forward(model)
-            self._models = [known for known in self._models if known is not model]
-        return model
+            unwrap_forward(plain)
+            self._models = [known for known in self._models if self.strategy.unwrap(known) is not plain]
+        return plain
 
     def fp8_report(self) -> Fp8Report:
         """Which layers are FP8, how far the run went, and each setting with the source that decided; print it."""
@@ -360,10 +429,6 @@ class Accelerator(Facts, Checkpoints):
             own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
             values["fp8_config.fp8_format"] = Value(recipe_values(self.recipe)[0]["fp8_format"], own)
         return values
-
-    def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
-        self.processes.wait()
 
     def end_training(self) -> None:
         """End what this object started: the process group."""

@@ -59,6 +59,16 @@ class Facts:
         return self.processes.local_process_index == 0
 
     @property
+    def is_last_process(self) -> bool:
+        """True in the process with the highest number."""
+        return self.processes.process_index == self.processes.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several processes."""
+        return self.processes.num_processes > 1
+
+    @property
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
         engine = self.effective["distributed_type"]

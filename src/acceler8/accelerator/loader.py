@@ -1,24 +1,88 @@
-"""The loader that ``prepare`` returns: batches on the device, and word of the last one."""
+"""The loader that ``prepare`` returns: this process's batches on its device, word of the last one, and where to resume.
+
+Under it is torchdata's StatefulDataLoader, made from the DataLoader that the script gave: same dataset, workers and
+collating, other batches of indices. What that cannot know is added to its state: the number of the epoch, and where
+the shuffling generator stood when the epoch began.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from acceler8.accelerator.gradients import GradientState
+from acceler8.accelerator.batches import SeedableSampler, ShardedBatches, ShardedStream, check_split
+from acceler8.accelerator.dispatch import Part, Reader
+from acceler8.accelerator.gradients import GradientState, LoaderPlace
+from acceler8.accelerator.nested import send_to_device
+from acceler8.accelerator.processes import Processes
+from acceler8.config.run_handlers import DataLoaderConfiguration
+from acceler8.errors import ConfigError, NotInThisVersionError
+
+RNG_TYPES = ("generator", "torch", "cuda")
+# what a DataLoader does with batches of indices, whoever makes them
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+    "snapshot_every_n_steps",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderContext:
+    """What all loaders of one Accelerator share."""
+
+    processes: Processes
+    gradients: GradientState
+    config: DataLoaderConfiguration
+    device: torch.device | None
+    """Where batches go; None: they stay."""
+    rng_types: tuple[str, ...] = ("generator",)
+    """Random states that become rank 0's on all ranks when an epoch begins."""
 
 
 class AcceleratedLoader:
-    """Wraps a DataLoader; reads one batch ahead, so that the last batch is known while it is used."""
+    """Wraps a StatefulDataLoader; reads one batch ahead, so that the last batch is known while it is used.
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device, gradients: GradientState) -> None:
-        self.loader, self.device, self.gradients = loader, device, gradients
-        self._resume_point: Any = None
+    batches: who divides the indices; None for a dataset that is a stream. reader: divides what rank 0 reads.
+    shared: a generator that becomes rank 0's when an epoch begins. ``iteration`` is the epoch, from 0; a complete pass
+    moves on to the next.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        context: LoaderContext,
+        *,
+        batches: ShardedBatches | None = None,
+        reader: Reader | None = None,
+        drop_last: bool = False,
+        shared: torch.Generator | None = None,
+    ) -> None:
+        self.loader, self.context, self.batches, self.reader = loader, context, batches, reader
+        self.device, self.gradients = context.device, context.gradients
+        self.iteration, self.skip, self._skipped = 0, 0, 0
+        self._drop_last, self._shared = drop_last, shared
+        self._place: LoaderPlace | None = None
+        self._resume: dict[str, Any] | None = None
+        self._resume_point: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:  # while being copied or unpickled
@@ -26,42 +90,325 @@ class AcceleratedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        """Batches of this process in an epoch."""
+        whole = len(self.loader)
+        if self.reader is not None and not self.reader.split:
+            count = self.reader.processes.num_processes
+            whole = whole // count if self._drop_last else -(-whole // count)
+        return whole if self._skips_in_sampler else max(whole - self.skip, 0)
+
+    @property
+    def _skips_in_sampler(self) -> bool:
+        return self.batches is not None and self.reader is None
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of all processes in one step of the loop."""
+        if self._skips_in_sampler:
+            assert self.batches is not None
+            return self.batches.total_batch_size
+        if isinstance(self.loader.dataset, ShardedStream):
+            return self.loader.dataset.total_batch_size
+        size = self.loader.batch_size if self.batches is None else self.batches.batch_size
+        if size is None:
+            raise TypeError("the batches have no fixed size, so there is no total batch size")
+        return size if self.reader is None or self.reader.split else size * self.reader.processes.num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the whole dataset."""
+        dataset: Any = self.loader.dataset
+        whole: Any = dataset.dataset if isinstance(dataset, ShardedStream) else dataset
+        return len(whole)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """True while the last batch is used."""
+        return self._place is not None and self._place.is_last
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last batches of all processes that are no copies; 0: all; -1: the number is not known."""
+        return -1 if self._place is None else self._place.remainder
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as in this epoch from now on."""
+        self.iteration = epoch
+        if self.batches is not None:
+            self.batches.set_epoch(epoch)
+        if hasattr(self.loader.dataset, "set_epoch"):
+            self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        with self.gradients.loader() as place:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            while True:
+        self._share_random_states()
+        self.set_epoch(self.iteration)
+        resume, self._resume = self._resume, None
+        parts = self._parts(resume)
+        with self.gradients.loader(self._remainder()) as place:
+            self._place = place
+            part = next(parts, None)
+            while part is not None:
                 self._remember()  # where to resume once this batch is used: before the next is read
-                following = next(batches, self)
-                place.is_last = following is self
-                yield self._to_device(batch)
-                if following is self:
-                    return
-                batch = following
+                following = next(parts, None)
+                if following is None:
+                    place.is_last = True
+                    if self.reader is not None:
+                        place.remainder = part.observed
+                    self._finish()
+                if self.reader is None and self.device is not None:
+                    yield send_to_device(part.batch, self.device, self.context.config.non_blocking)
+                else:
+                    yield part.batch
+                part = following
+            if not place.is_last:  # there was no batch
+                self._finish()
+
+    def _parts(self, resume: dict[str, Any] | None) -> Iterator[Part]:
+        """This process's batches, those to skip left out."""
+        skip = self.skip if resume is None else resume["skipped"]
+        if self._skips_in_sampler:
+            assert self.batches is not None
+            self.batches.skip = skip
+        self._skipped = skip
+        if self.reader is not None:
+            index = self.reader.processes.process_index
+            if index != 0 and resume is None:
+                torch.empty((), dtype=torch.int64).random_()  # the seed for workers that rank 0 draws
+            parts = self.reader.rounds(lambda: self._begin(resume is not None))
+        else:
+            parts = (Part(batch, 0) for batch in self._begin(resume is not None))
+        return parts if self._skips_in_sampler else islice(parts, 0 if resume is not None else skip, None)
+
+    def _begin(self, is_resumed: bool) -> Iterator[Any]:
+        now = torch.get_rng_state()
+        batches = iter(self.loader)
+        if is_resumed:  # the seed for workers was drawn when the epoch began
+            torch.set_rng_state(now)
+        return batches
+
+    def _share_random_states(self) -> None:
+        if self.context.processes.num_processes == 1:
+            return
+        device = self.context.processes.device
+        for kind in self.context.rng_types:
+            if kind == "generator" and self._shared is None:
+                continue
+            if kind == "generator":
+                assert self._shared is not None
+                self._shared.set_state(_from_rank_0(self._shared.get_state(), device))
+            elif kind == "torch":
+                torch.set_rng_state(_from_rank_0(torch.get_rng_state(), device))
+            else:
+                torch.cuda.set_rng_state(_from_rank_0(torch.cuda.get_rng_state(), device))
+
+    def _remainder(self) -> int:
+        if self._drop_last:
+            return 0
+        try:
+            return self._samples() % self.total_batch_size
+        except (TypeError, NotImplementedError, ZeroDivisionError):  # a stream without a length, batches of any size
+            return -1
+
+    def _samples(self) -> int:
+        """Samples in an epoch: a sampler may give fewer than the dataset has, or more."""
+        if self.batches is not None and self.batches.sampler is not self.batches.batch_sampler:
+            return len(self.batches.sampler)
+        return self.total_dataset_length
 
     def _remember(self) -> None:
-        if hasattr(self.loader, "state_dict"):
-            self._resume_point = self.loader.state_dict()
+        if not hasattr(self.loader, "state_dict"):
+            return
+        started = self.reader is None or self.reader.processes.process_index == 0
+        self._resume_point = {
+            "iteration": self.iteration,
+            "skipped": self._skipped,
+            "order": None if self.batches is None else self.batches.start,
+            "seed": self._seed,
+            "beginning": None if self.reader is None else self.reader.beginning,
+            "loader": self.loader.state_dict() if started else {},
+        }
 
-    def state_dict(self) -> Any:
+    def _finish(self) -> None:
+        """The epoch is read to its end: what is resumed from now on is the next one."""
+        self.iteration += 1
+        self._resume_point = self._at_rest()
+
+    def _at_rest(self) -> dict[str, Any]:
+        generator = None if self.batches is None else self.batches.generator
+        order = None if generator is None else generator.get_state()
+        return {"iteration": self.iteration, "skipped": 0, "order": order, "seed": self._seed, "loader": None}
+
+    @property
+    def _seed(self) -> int | None:
+        """What a seedable sampler shuffles by; None for others."""
+        sampler = None if self.batches is None else self.batches.sampler
+        return sampler.initial_seed if isinstance(sampler, SeedableSampler) else None
+
+    def state_dict(self) -> dict[str, Any]:
         """Where the loop stands: behind the batch that was given out last, not the one read ahead.
 
-        Raises: AttributeError if the wrapped loader has no state (torchdata's StatefulDataLoader has).
+        After the last batch it is the beginning of the next epoch. Each process has its own.
         """
-        state_of: Any = self.loader.state_dict  # type: ignore[attr-defined]
-        return state_of() if self._resume_point is None else self._resume_point
+        if not hasattr(self.loader, "state_dict"):
+            raise AttributeError(f"{type(self.loader).__name__} has no state; prepare a torch.utils.data.DataLoader")
+        return self._at_rest() if self._resume_point is None else self._resume_point
 
-    def load_state_dict(self, state: Any) -> None:
-        """Resume the wrapped loader there."""
-        self._resume_point = None
-        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume there, in the process of the same number among as many. The next pass gives the batches left over."""
+        self.iteration = state["iteration"]
+        self._resume, self._resume_point = None, state
+        if self._seed is not None and self.batches is not None and state["seed"] is not None:
+            self.batches.sampler.initial_seed = state["seed"]
+        order = state["order"]
+        if state["loader"] is None:
+            if order is not None and self.batches is not None and self.batches.generator is not None:
+                self.batches.generator.set_state(order)
+            return
+        if self.batches is not None:
+            self.batches.resume_from = order
+        if self.reader is not None:
+            self.reader.resume_from = state["beginning"]
+        self._resume = state
+        if state["loader"]:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
-    def _to_device(self, batch: Any) -> Any:
-        if hasattr(batch, "to") and not isinstance(batch, Tensor):  # transformers' BatchEncoding
-            return batch.to(self.device)
-        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+    def skipping(self, num_batches: int) -> AcceleratedLoader:
+        """A loader of the same batches without this process's first ``num_batches``."""
+        if num_batches < 0:
+            raise ConfigError(f"skip_first_batches got num_batches={num_batches}; allowed: an integer from 0")
+        loader: Any = self.loader
+        batches = self.batches
+        if self._skips_in_sampler:
+            batches = copy.copy(batches)
+            assert batches is not None
+            batches.skip = self.skip + num_batches
+            loader = _stateful(loader, loader.dataset, batches)
+        other = AcceleratedLoader(
+            loader,
+            self.context,
+            batches=batches,
+            reader=copy.copy(self.reader),
+            drop_last=self._drop_last,
+            shared=self._shared,
+        )
+        other.iteration, other.skip = self.iteration, self.skip + num_batches
+        return other
+
+
+def _from_rank_0(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    sent = state.to(device)
+    dist.broadcast(sent, 0)
+    return sent.cpu()
+
+
+def prepare_loader(loader: DataLoader[Any], context: LoaderContext) -> AcceleratedLoader:
+    """Divide ``loader`` among the processes. It stays as it is, but that a sampler without a generator gets one.
+
+    Raises: ConfigError for a batch size that ``split_batches`` cannot divide, and for what cannot be divided at all.
+    """
+    processes, config = context.processes, context.config
+    count, index = processes.num_processes, processes.process_index
+    dataset: Any = loader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    if type(loader).__iter__ not in (DataLoader.__iter__, StatefulDataLoader.__iter__):
+        if count > 1:
+            raise NotInThisVersionError(
+                f"prepare got a {type(loader).__name__}, which iterates in its own way, in process {index} of {count};"
+                " allowed: torch.utils.data.DataLoader itself; divide the data by process_index in it and leave it out"
+            )
+        return AcceleratedLoader(loader, context, drop_last=loader.drop_last)
+    dispatches = count > 1 and (is_stream and context.device is not None)
+    if count > 1 and config.dispatch_batches is not None:
+        dispatches = config.dispatch_batches
+    if dispatches and context.device is None:
+        raise ConfigError(
+            "dispatch_batches=True got device_placement=False; allowed: with device placement, for batches arrive on"
+            " the device; leave one of them out"
+        )
+    source = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    if is_stream or (source is None and count == 1):
+        batches = None
+    elif source is None:
+        raise ConfigError(
+            "prepare got a DataLoader with batch_size=None, which gives single samples; allowed with several processes:"
+            " batches; set batch_size, or give it a batch sampler"
+        )
+    else:
+        source = _seedable(source, config)
+        divide = not dispatches
+        batches = ShardedBatches(
+            source,
+            count if divide else 1,
+            index if divide else 0,
+            split_batches=config.split_batches and divide and count > 1,
+            even_batches=config.even_batches,
+        )
+    shared = _shared_generator(batches, dataset, config) if count > 1 and not dispatches else None
+    drop_last = loader.drop_last
+    if is_stream and count > 1 and not dispatches:
+        dataset = _divide_stream(loader, config, count, index)
+    reader = None
+    if dispatches:
+        if config.split_batches:
+            check_split(loader.batch_size if batches is None else batches.batch_size, count)
+        reader = Reader(processes, split=config.split_batches, drop_last=drop_last)
+    return AcceleratedLoader(
+        _stateful(loader, dataset, batches), context, batches=batches, reader=reader, drop_last=drop_last, shared=shared
+    )
+
+
+def _seedable(source: Any, config: DataLoaderConfiguration) -> Any:
+    """A batch sampler like ``source`` that shuffles by seed and epoch, if that is asked for and ``source`` shuffles."""
+    sampler = getattr(source, "sampler", None)
+    if not config.use_seedable_sampler or not isinstance(sampler, RandomSampler):
+        return source
+    source = copy.copy(source)
+    source.sampler = SeedableSampler(sampler, config.data_seed)
+    return source
+
+
+def _shared_generator(
+    batches: ShardedBatches | None, dataset: Any, config: DataLoaderConfiguration
+) -> torch.Generator | None:
+    """What must stand alike on all ranks when an epoch begins; a sampler that has no generator gets one."""
+    if batches is None:
+        found = getattr(dataset, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+    sampler = batches.sampler
+    if not hasattr(sampler, "generator") or (config.use_seedable_sampler and isinstance(sampler, RandomSampler)):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return batches.generator
+
+
+def _divide_stream(loader: DataLoader[Any], config: DataLoaderConfiguration, count: int, index: int) -> Any:
+    dataset: Any = loader.dataset
+    shards = getattr(dataset, "n_shards", 0) if type(dataset).__module__.startswith("datasets.") else 0
+    if shards >= count and not config.split_batches:  # Hugging Face datasets know how
+        return dataset.shard(num_shards=count, index=index)
+    if loader.batch_size is None:
+        raise ConfigError(
+            "prepare got an iterable dataset in a DataLoader with batch_size=None; allowed with several processes: a"
+            " batch_size, or DataLoaderConfiguration(dispatch_batches=True)"
+        )
+    return ShardedStream(dataset, loader.batch_size, loader.drop_last, count, index, config.split_batches)
+
+
+def _stateful(loader: Any, dataset: Any, batches: Iterable[list[int]] | None) -> DataLoader[Any]:
+    """A StatefulDataLoader as ``loader`` is, of other batches."""
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if batches is None:
+        size = dataset.part if isinstance(dataset, ShardedStream) else loader.batch_size
+        options |= {"batch_size": size, "drop_last": loader.drop_last}
+        if not isinstance(dataset, IterableDataset):  # single samples
+            options["sampler"] = loader.sampler
+    elif loader.batch_sampler is None:
+        options |= {"sampler": batches, "batch_size": None}
+    else:
+        options["batch_sampler"] = batches
+    with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates; remove with the next torchdata
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+        made: DataLoader[Any] = StatefulDataLoader(dataset, **options)
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -26,8 +26,11 @@ class PreparedForward:
     the instance before; without one the class's is asked at each call, for conversion and restoring change the class.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, device_type: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.model, self.device_type, self.dtype = model, device_type, dtype
+        self.options = dict(options or {})
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
 
     @property
@@ -37,7 +40,7 @@ class PreparedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward under autocast."""
-        with torch.autocast(self.device_type, self.dtype):
+        with torch.autocast(self.device_type, self.dtype, **self.options):
             out = self.forward(*args, **kwargs)
         return tree_map_only(Tensor, _raise_to_fp32, out)
 
@@ -46,10 +49,12 @@ def _raise_to_fp32(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
-    """Let ``model`` run under autocast to ``dtype``; a second call changes nothing."""
+def wrap_forward(
+    model: nn.Module, device_type: str, dtype: torch.dtype | None, options: Mapping[str, Any] | None = None
+) -> None:
+    """Let ``model`` run under autocast to ``dtype``, with these options; a second call changes nothing."""
     if dtype is not None and not isinstance(model.__dict__.get("forward"), PreparedForward):
-        model.__dict__["forward"] = PreparedForward(model, device_type, dtype)
+        model.__dict__["forward"] = PreparedForward(model, device_type, dtype, options)
 
 
 def unwrap_forward(model: nn.Module) -> None:

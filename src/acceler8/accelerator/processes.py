@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
+from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.errors import ConfigError, HardwareError
 
 
@@ -34,11 +35,16 @@ class Processes:
         self.owns_group = False
 
 
-def join_processes(environ: Mapping[str, str], device: torch.device | str | None, cpu: bool) -> Processes:
+def join_processes(
+    environ: Mapping[str, str],
+    device: torch.device | str | None,
+    cpu: bool,
+    options: InitProcessGroupKwargs | None = None,
+) -> Processes:
     """Find this process's place and device, and start the process group where there are several and none runs yet.
 
     The group uses NCCL on GPUs and Gloo on CPUs; one that runs already is used as it is. Without ``device`` it is the
-    GPU of LOCAL_RANK, the current GPU for one process, or the CPU.
+    GPU of LOCAL_RANK, the current GPU for one process, or the CPU. ``options`` are for a group that starts here.
     Raises: ConfigError for a variable that is missing or no number; HardwareError for a GPU that is not there.
     """
     has_group = distributed.is_available() and distributed.is_initialized()
@@ -51,11 +57,20 @@ def join_processes(environ: Mapping[str, str], device: torch.device | str | None
     if world == 1 or has_group:
         return Processes(place, world, rank, local)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environ.get(name):
+        if not environ.get(name) and (options is None or options.init_method is None):
             raise ConfigError(f"{name} is not set, and WORLD_SIZE is {world}; start with acceler8 launch or torchrun")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    distributed.init_process_group("nccl" if place.type == "cuda" else "gloo", rank=rank, world_size=world)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    if options is not None and options.backend is not None and (place.type == "cuda" or options.backend != "nccl"):
+        backend = options.backend
+    distributed.init_process_group(
+        backend,
+        init_method=None if options is None else options.init_method,
+        timeout=None if options is None else options.timeout,
+        rank=rank,
+        world_size=world,
+    )
     return Processes(place, world, rank, local, owns_group=True)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from acceler8.parallel.ddp import ReplicatedProcesses
 from acceler8.parallel.protocol import Strategy
 from acceler8.parallel.single import SingleProcess
 
-__all__ = ["SingleProcess", "Strategy"]
+__all__ = ["ReplicatedProcesses", "SingleProcess", "Strategy"]

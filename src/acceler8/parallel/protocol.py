@@ -26,10 +26,18 @@ class Strategy(Protocol):
         """Put around a converted model what keeps replicas or shards in step; returns what the script then calls."""
         ...
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model behind what ``wrap`` put around it; a model that was not wrapped, as it is."""
+        ...
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward does not exchange gradients."""
         ...
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip the global gradient norm; returns the norm before clipping."""
+        ...
+
+    def agree(self, flag: Tensor) -> None:
+        """Make ``flag`` (one number) in place the largest of all processes: what one met, all act on."""
         ...

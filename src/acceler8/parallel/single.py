@@ -27,6 +27,10 @@ class SingleProcess:
         """Nothing to put around it."""
         return model
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Nothing was put around it."""
+        return model
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Nothing to hold back."""
         return nullcontext()
@@ -34,3 +38,6 @@ class SingleProcess:
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def agree(self, flag: Tensor) -> None:
+        """Nobody to ask."""

@@ -1,4 +1,4 @@
-"""Names that scripts import from here: recipe classes, plugins, enums, and what is available.
+"""Names that scripts import from here: recipe classes, handlers, plugins, enums, and what is available.
 
 They are Hugging Face Accelerate's, so that a script changes ``accelerate.utils`` into ``acceler8.utils``.
 """
@@ -26,17 +26,33 @@ from acceler8.config.handlers import (
 )
 from acceler8.config.kinds import Bool
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.config.run_handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from acceler8.errors import ConfigError
 
 __all__ = [
     "AORecipeKwargs",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
     "FP8BackendType",
     "FP8KwargsHandler",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "KwargsHandler",
     "MSAMPRecipeKwargs",
     "NativeRecipeKwargs",
