@@ -39,18 +39,23 @@ from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderCont
 from acceler8.accelerator.loops import Loops, make_gradient_state, make_loader_config
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
-from acceler8.accelerator.precision import PRECISIONS, unwrap_forward, wrap_forward
+from acceler8.accelerator.precision import PRECISIONS, unwrap_forward
+from acceler8.accelerator.prepare_one import PrepareOne
 from acceler8.accelerator.processes import join_processes
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.accelerator.surface import Surface, refuse_arguments
+from acceler8.accelerator.tracking import Tracking
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
+from acceler8.config import resolve as configuration
 from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
 from acceler8.config.code import gather, layer_from_code, sort_handlers
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
-from acceler8.config.handlers import recipe_values
+from acceler8.config.handlers import KwargsHandler, recipe_values
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import (
     HANDLERS,
     AutocastKwargs,
@@ -60,7 +65,7 @@ from acceler8.config.run_handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from acceler8.config.sources import DEFAULT, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, NOT_FP8, Rank, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
@@ -69,9 +74,10 @@ from acceler8.recipes import Recipe, resolve
 from acceler8.scaling import StepClock
 
 _log = logging.getLogger("acceler8")
+_HANDLERS: dict[type[KwargsHandler], str] = {**HANDLERS, ProfileKwargs: "profile_handler"}
 
 
-class Accelerator(Facts, Loops, Collectives, Checkpoints):
+class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Checkpoints):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
     An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
@@ -94,6 +100,10 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
     fsdp_plugin, deepspeed_plugin, dynamo_plugin (or dynamo_backend): kept; ``prepare`` refuses what they ask for, which
         this version cannot do yet.
     project_dir, project_config: where checkpoints go, and how they are named; ``save_state`` says more.
+    log_with: where ``log`` reports to beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
+        ``jsonl``, ``all``, a ``GeneralTracker``, or a list of them.
+    output_dtype: ``fp32`` raises 16-bit outputs of prepared models, as Accelerate does; ``compute`` leaves them, which
+        saves at least batch x sequence x vocabulary x 2 bytes in a language model.
     deterministic: have torch choose deterministic kernels, in the whole process, so that a resume on a GPU is bit for
         bit; on a GPU set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the start.
     Raises: RecipeError and ConfigError, both ValueErrors, for unknown words, values that contradict each other and a
@@ -128,7 +138,19 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         deterministic: bool = False,
+        log_with: Any = None,
+        output_dtype: str = "fp32",
+        megatron_lm_plugin: None = None,
+        torch_tp_plugin: None = None,
+        parallelism_config: None = None,
+        deepspeed_plugins: None = None,
     ) -> None:
+        refuse_arguments(
+            megatron_lm_plugin=megatron_lm_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            deepspeed_plugins=deepspeed_plugins,
+        )
         if kwargs_handlers is not None and kwarg_handlers is not None:
             raise ConfigError("Accelerator got kwargs_handlers and kwarg_handlers, two spellings; give one of them")
         if dynamo_plugin is not None and dynamo_backend is not None:
@@ -149,7 +171,7 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
                 raise ConfigError(unknown_name("rng_types", kind, RNG_TYPES))
         self.dataloader_config = make_loader_config(dataloader_config, split_batches, even_batches)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
-        self.handlers = sort_handlers(kwargs_handlers if kwargs_handlers is not None else kwarg_handlers, HANDLERS)
+        self.handlers = sort_handlers(kwargs_handlers if kwargs_handlers is not None else kwarg_handlers, _HANDLERS)
         others = self.handlers.others
         self.ddp_handler: DistributedDataParallelKwargs | None = others.get("ddp_handler")
         self.scaler_handler: GradScalerKwargs | None = others.get("scaler_handler")
@@ -172,8 +194,8 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
         self.effective = gather(code, config_file)
         self.mixed_precision = self.effective["mixed_precision"] or "no"
         self._check_recipe_is_for_fp8(recipe)
-        for note in (*self.effective.notes, *backend_choice.check(self.effective)):
-            _log.log(logging.WARNING if "this run is not FP8" in note else logging.INFO, note)
+        for note in (*self.effective.notes, *configuration.check(self.effective)):
+            _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
         self.backend = self._fp8_backend.value.lower()
         self.recipe = self._recipe(recipe, skip)
@@ -182,9 +204,7 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
             gradient_accumulation_plugin, self.effective["deepspeed_config.gradient_accumulation_steps"] or 1
         )
         self.clock = StepClock()
-        self.processes = join_processes(
-            current_environment(), device, bool(self.effective["use_cpu"]), self.init_handler
-        )
+        self.processes = join_processes(current_environment(), device, self.effective.uses_cpu, self.init_handler)
         self.strategy: Strategy = self._strategy()
         self.scaler = self._loss_scaler()
         self._loader_context = LoaderContext(
@@ -196,6 +216,8 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
         )
         self._loaders: weakref.WeakSet[AcceleratedLoader] = weakref.WeakSet()
         self._start_checkpoints(project_dir, project_config, deterministic)
+        self._start_tracking(log_with)
+        self._start_surface(output_dtype, others.get("profile_handler"))
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
@@ -243,20 +265,27 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
         plans = self.fp8_report().plans
         return plans[0] if plans else None
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Iterable[bool] | None = None) -> Any:
         """Prepare models, optimizers, DataLoaders and schedulers, in any order and in one call or several.
 
         Returns them in the order given (one object if one was given). Models come back as the same object, in several
         processes in DistributedDataParallel; an optimizer made before or after its model is prepared holds the right
         Parameters either way. Anything else is returned unchanged. Preparing an object twice changes nothing.
+        device_placement: for each object, whether it (a loader: its batches) goes to the device; None: as the
+        constructor says.
         """
         for obj in objects:
             self._refuse_what_cannot_run(obj)
+        places = self._check_placements(objects, device_placement)
         wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
-                wrapped[id(obj)] = self._prepare_model(obj)
-        prepared = [wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj) for obj in objects]
+                with self._placement(places.get(id(obj))):
+                    wrapped[id(obj)] = self._prepare_model(obj)
+        prepared = []
+        for obj in objects:
+            with self._placement(places.get(id(obj))):
+                prepared.append(wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj))
         self._remember_prepared(prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -272,6 +301,7 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
             )
         if not isinstance(obj, nn.Module):
             return
+        self.verify_device_map(obj)
         if (compiler := effective["dynamo_config.dynamo_backend"]) not in (None, "NO"):
             raise NotInThisVersionError(
                 f"{effective.source('dynamo_config.dynamo_backend')}: torch.compile (dynamo_backend {compiler}) is not"
@@ -305,7 +335,7 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
                 type(model).__name__,
                 ", ".join(sorted({state.plan.recipe.name for state in states})),
             )
-        wrap_forward(model, self.device.type, PRECISIONS[self.mixed_precision], self._autocast_options(None))
+        self._wrap_forward(model)
         model = self.strategy.wrap(given)
         self._models.append(model)
         self._take_over_attachments()
@@ -354,7 +384,7 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the 16-bit dtype of ``mixed_precision`` inside; for code outside a prepared model's forward."""
-        dtype = PRECISIONS[self.mixed_precision]
+        dtype = self._autocast_dtype
         options = self._autocast_options(autocast_handler)
         options["enabled"] = dtype is not None and options.get("enabled", True)
         with torch.autocast(self.device.type, dtype or torch.bfloat16, **options):
@@ -396,12 +426,17 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
                 optimizer.unscale()
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The model behind what a strategy put around it. Its FP8 layers stay; ``acceler8.restore`` undoes those.
 
-        ``keep_fp32_wrapper=False`` also takes autocast off its forward, for use after training.
+        ``keep_fp32_wrapper=False`` also takes autocast off its forward, for use after training;
+        ``keep_torch_compile=False`` what ``torch.compile`` put around it.
         """
         plain = self.strategy.unwrap(model)
+        if not keep_torch_compile and isinstance(compiled := getattr(plain, "_orig_mod", None), nn.Module):
+            plain = self.strategy.unwrap(compiled)
         if not keep_fp32_wrapper:
             unwrap_forward(plain)
             self._models = [known for known in self._models if self.strategy.unwrap(known) is not plain]
@@ -431,7 +466,8 @@ class Accelerator(Facts, Loops, Collectives, Checkpoints):
         return values
 
     def end_training(self) -> None:
-        """End what this object started: the process group."""
+        """Finish the trackers and end the process group that this object started; a second call does nothing."""
+        self._finish_trackers()
         self.processes.end()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

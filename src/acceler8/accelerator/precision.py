@@ -20,17 +20,22 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 
 class PreparedForward:
-    """A model's forward under autocast, its floating outputs raised to FP32 (scripts call ``.numpy()`` on them).
+    """A model's forward under autocast, its floating outputs raised to FP32 (scripts call ``.numpy()`` on them) or not.
 
     An object, not a closure, so that a prepared model can be copied and pickled. ``own`` is a forward that was set on
     the instance before; without one the class's is asked at each call, for conversion and restoring change the class.
     """
 
     def __init__(
-        self, model: nn.Module, device_type: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        device_type: str,
+        dtype: torch.dtype,
+        options: Mapping[str, Any] | None = None,
+        raises_outputs: bool = True,
     ) -> None:
         self.model, self.device_type, self.dtype = model, device_type, dtype
-        self.options = dict(options or {})
+        self.options, self.raises_outputs = dict(options or {}), raises_outputs
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
 
     @property
@@ -42,7 +47,7 @@ class PreparedForward:
         """Run the forward under autocast."""
         with torch.autocast(self.device_type, self.dtype, **self.options):
             out = self.forward(*args, **kwargs)
-        return tree_map_only(Tensor, _raise_to_fp32, out)
+        return tree_map_only(Tensor, _raise_to_fp32, out) if self.raises_outputs else out
 
 
 def _raise_to_fp32(t: Tensor) -> Tensor:
@@ -50,11 +55,19 @@ def _raise_to_fp32(t: Tensor) -> Tensor:
 
 
 def wrap_forward(
-    model: nn.Module, device_type: str, dtype: torch.dtype | None, options: Mapping[str, Any] | None = None
+    model: nn.Module,
+    device_type: str,
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    raises_outputs: bool = True,
 ) -> None:
-    """Let ``model`` run under autocast to ``dtype``, with these options; a second call changes nothing."""
+    """Let ``model`` run under autocast to ``dtype``, with these options; a second call changes nothing.
+
+    ``raises_outputs`` False leaves 16-bit outputs as they are.
+    """
     if dtype is not None and not isinstance(model.__dict__.get("forward"), PreparedForward):
-        model.__dict__["forward"] = PreparedForward(model, device_type, dtype, options)
+        model.__dict__["forward"] = PreparedForward(model, device_type, dtype, options, raises_outputs)
 
 
 def unwrap_forward(model: nn.Module) -> None:

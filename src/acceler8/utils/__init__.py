@@ -5,6 +5,8 @@ They are Hugging Face Accelerate's, so that a script changes ``accelerate.utils`
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from acceler8.config.availability import (
     check_cuda_fp8_capability,
     is_fp8_available,
@@ -13,7 +15,7 @@ from acceler8.config.availability import (
     is_transformer_engine_available,
     is_transformer_engine_mxfp8_available,
 )
-from acceler8.config.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
+from acceler8.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, PrecisionType
 from acceler8.config.environment import current_environment
 from acceler8.config.handlers import (
     AORecipeKwargs,
@@ -26,6 +28,7 @@ from acceler8.config.handlers import (
 )
 from acceler8.config.kinds import Bool
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -36,6 +39,9 @@ from acceler8.config.run_handlers import (
     InitProcessGroupKwargs,
 )
 from acceler8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from acceler8.checkpoint.project import ProjectConfiguration
 
 __all__ = [
     "AORecipeKwargs",
@@ -54,9 +60,12 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "MSAMPRecipeKwargs",
     "NativeRecipeKwargs",
     "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "TERecipeKwargs",
     "TorchDynamoPlugin",
     "check_cuda_fp8_capability",
@@ -68,6 +77,14 @@ __all__ = [
     "parse_flag_from_env",
     "str_to_bool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ProjectConfiguration":  # the only one whose module needs PyTorch, which the others do not wait for
+        raise AttributeError(f"module 'acceler8.utils' has no attribute {name!r}; it offers: {', '.join(__all__)}")
+    from acceler8.checkpoint.project import ProjectConfiguration
+
+    return ProjectConfiguration
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
