@@ -297,6 +297,14 @@ def loaders() -> None:
     loader = a.prepare(DataLoader(range(37), 4))
     assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (5, 8, 37)
     assert a.prepare(loader) is loader
+    torch.manual_seed(rank())  # ranks that were not seeded alike still shuffle alike
+    for options in ({}, {"use_seedable_sampler": True, "data_seed": 3}):
+        shuffling = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        loader = shuffling.prepare(DataLoader(range(16), 4, shuffle=True))
+        for _ in range(2):
+            gathered = torch.cat([shuffling.gather(batch) for batch in loader]).tolist()
+            assert gathered != sorted(gathered)
+            assert sorted(gathered) == [*range(16)]
     subset = DataLoader(range(37), 4, sampler=torch.utils.data.SubsetRandomSampler(range(9)))
     kept = []
     for loader in (a.prepare(DataLoader(range(37), 4)), a.prepare(subset), a.prepare(DataLoader(Stream(37), 4))):
