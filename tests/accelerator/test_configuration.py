@@ -126,7 +126,7 @@ def test_margin_and_history_reach_the_layers_by_each_route(monkeypatch, tmp_path
 def test_the_report_names_a_launchers_flag(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_RECIPE", "tensorwise")
-    monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.recipe": ["FLAG", "--fp8_recipe"]}')
+    monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.recipe": ["FLAG", "--fp8_recipe", "tensorwise"]}')
     accelerator = Accelerator(cpu=True)
     assert report_line(accelerator, "recipe") == "recipe = tensorwise flag --fp8_recipe"
     assert report_line(accelerator, "fp8_format") == "fp8_format = HYBRID default of recipe tensorwise"
