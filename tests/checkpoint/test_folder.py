@@ -220,6 +220,7 @@ def test_killed_at_each_call_the_old_or_the_new_one_is_whole(tmp_path):
     assert siblings(tmp_path / "c") == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system lacks")
 def test_killed_at_each_call_of_the_first_save_there_is_none_or_a_whole_one(tmp_path):
     runs = killed_runs(tmp_path / "c", "first")
