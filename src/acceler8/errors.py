@@ -66,9 +66,18 @@ class NotInThisVersionError(Acceler8Error, NotImplementedError):
     """Something is configured that this version cannot run yet; the message says what to do instead."""
 
 
+_LONG_LIST = 20
+
+
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> str:
-    """Message for a name that is not in a registry: what was got, the nearest valid name, all valid names."""
+    """Message for a name that is not in a registry: what was got, the nearest valid name, all valid names.
+
+    Of a long list only the nearest, if there is one that is near; case does not count.
+    """
     names = sorted(valid)
-    near = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(got).lower(), lower, n=1, cutoff=0.6)
+    hint = f"; did you mean {lower[near[0]]!r}?" if near else ";"
+    if near and len(names) > _LONG_LIST:
+        return f"unknown {kind} {got!r}{hint}"
     return f"unknown {kind} {got!r}{hint} valid: {', '.join(names)}"

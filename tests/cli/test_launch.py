@@ -195,3 +195,26 @@ def test_help_imports_neither_torch_nor_the_schema():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_dry_run_checks_the_command_and_shows_it(tmp_path):
+    (tmp_path / "x.py").write_text("")
+    shown = launch(tmp_path, "--dry_run", "--mixed_precision=fp8", "--multi_gpu", "--num_processes=1", "x.py", "a b")
+    assert shown.returncode == 0
+    assert "1 process on 1 machine" in shown.stdout
+    assert "x.py 'a b'" in shown.stdout
+    assert "fp8_config.recipe = rowwise  (default of NATIVE)" in shown.stdout
+    missing = launch(tmp_path, "--dry_run", "gone.py")
+    assert missing.returncode == 2
+    assert "gone.py" in missing.stderr
+
+
+def test_a_missing_backend_gets_a_word_before_the_workers_start(tmp_path):
+    (tmp_path / "x.py").write_text("print('ran')\n")
+    done = launch(tmp_path, "--cpu", "--mixed_precision=fp8", "--fp8_backend=te", "x.py")
+    if "is not installed" not in done.stderr:
+        pytest.skip("transformer_engine is installed")
+    assert done.returncode == 0  # the script may ask for another
+    assert "ran" in done.stdout
+    quiet = launch(tmp_path, "--quiet", "--cpu", "--num_processes=2", "--fp8_margin=1", "x.py")
+    assert quiet.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,16 @@ import pytest
 from acceler8 import backends, recipes
 from acceler8.config import Effective, Layer, Rank, Source, merge, parse_flags, read_environment, read_yaml
 from acceler8.config.backend_choice import (
+    READY,
+    cannot_run,
     check,
     choose_backend,
     fp8_values,
     preferred_backend,
     recipe_of,
-    refuse_what_cannot_run,
 )
 from acceler8.config.enums import FP8BackendType
-from acceler8.errors import ConfigError, NotInThisVersionError
+from acceler8.errors import ConfigError
 from acceler8.recipes import DelayedScaling
 from tests.config.packages import forget_environment, install
 
@@ -106,17 +108,20 @@ def test_named_and_missing_says_how_to_install_it(name: str, command: str) -> No
 def test_installed_and_not_connected_is_refused_before_running(monkeypatch, tmp_path) -> None:
     install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
     effective = flags("--fp8_backend=te")
-    assert "te" not in backends.names()
-    with pytest.raises(NotInThisVersionError, match=r"flag --fp8_backend: backend TE is installed, but .* NATIVE"):
-        refuse_what_cannot_run(effective, choose_backend(effective))
+    (limit,) = cannot_run(effective)
+    assert re.match(r"flag --fp8_backend: backend TE is installed, but .* NATIVE", limit)
+
+
+def test_ready_backends_are_those_that_there_are() -> None:
+    assert [name.lower() for name in READY] == list(backends.names())
 
 
 @pytest.mark.parametrize("words", [("--fp8_backend=msamp",), ("--fp8_opt_level=O1",)])
 def test_levels_cannot_run_yet(words: tuple[str, ...]) -> None:
     effective = flags(*words)
-    with pytest.raises(NotInThisVersionError, match="leave opt_level and MSAMPRecipeKwargs out"):
-        refuse_what_cannot_run(effective, choose_backend(effective))
-    refuse_what_cannot_run(flags(), FP8BackendType.NATIVE)
+    (limit,) = cannot_run(effective)
+    assert "leave opt_level and MSAMPRecipeKwargs out" in limit
+    assert list(cannot_run(flags())) == []
 
 
 # --- values
@@ -182,7 +187,10 @@ def test_two_routes_that_differ_make_a_note() -> None:
 
 
 def test_a_default_said_aloud_is_silent() -> None:
-    assert check(flags("--fp8_backend=ao", "--fp8_margin=0", "--fp8_interval=1")) == []
+    exported = read_environment({"ACCELERATE_FP8_MARGIN": "0", "ACCELERATE_FP8_INTERVAL": "1"})  # as Accelerate does
+    assert check(merge([exported, parse_flags(["--mixed_precision=fp8", "--fp8_backend=ao"]).layer])) == []
+    with pytest.raises(ConfigError, match="--fp8_margin: margin=0 is no setting of backend AO"):
+        check(flags("--fp8_backend=ao", "--fp8_margin=0"))
     assert check(flags("--fp8_margin=0", "--fp8_amax_history_len=1024", "--fp8_amax_compute_algo=max")) == []
 
 

@@ -71,6 +71,8 @@ from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unk
 from acceler8.nn import find_states
 from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
 from acceler8.recipes import Recipe, resolve
+from acceler8.recipes import get as recipe_named
+from acceler8.recipes import names as recipe_names
 from acceler8.scaling import StepClock
 
 _log = logging.getLogger("acceler8")
@@ -291,23 +293,11 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
 
     def _refuse_what_cannot_run(self, obj: Any) -> None:
         """Raise NotInThisVersionError for what is configured and would silently not be done."""
-        effective = self.effective
-        if not isinstance(obj, nn.Module | DataLoader):
-            return
-        if (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
-            raise NotInThisVersionError(
-                f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet;"
-                " allowed: one process, or several that each hold the model (MULTI_GPU, MULTI_CPU); leave it out"
-            )
-        if not isinstance(obj, nn.Module):
-            return
-        self.verify_device_map(obj)
-        if (compiler := effective["dynamo_config.dynamo_backend"]) not in (None, "NO"):
-            raise NotInThisVersionError(
-                f"{effective.source('dynamo_config.dynamo_backend')}: torch.compile (dynamo_backend {compiler}) is not"
-                " in this version yet; allowed: NO; leave it out"
-            )
-        backend_choice.refuse_what_cannot_run(effective, self._fp8_backend)
+        if isinstance(obj, nn.Module):
+            self.verify_device_map(obj)
+        if isinstance(obj, nn.Module | DataLoader):
+            for limit in backend_choice.cannot_run(self.effective):
+                raise NotInThisVersionError(limit)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         for known in self._models:
@@ -462,7 +452,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         values |= fp8_values(self.effective, self._fp8_backend.value)
         if self.recipe is not None and "fp8_config.fp8_format" not in values:
             own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
-            values["fp8_config.fp8_format"] = Value(recipe_values(self.recipe)[0]["fp8_format"], own)
+            named = recipe_named(self.recipe.name) if self.recipe.name in recipe_names() else self.recipe
+            values["fp8_config.fp8_format"] = Value(recipe_values(named)[0]["fp8_format"], own)
         return values
 
     def end_training(self) -> None:

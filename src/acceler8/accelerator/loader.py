@@ -272,10 +272,19 @@ class AcceleratedLoader:
         if state["loader"]:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
+    def _forget_resume_point(self) -> None:
+        if self._resume is None:
+            return
+        self._resume = self._resume_point = None
+        for part in (self.batches, self.reader):
+            if part is not None:
+                part.resume_from = None
+
     def skipping(self, num_batches: int) -> AcceleratedLoader:
         """A loader of the same batches without this process's first ``num_batches``."""
         if num_batches < 0:
             raise ConfigError(f"skip_first_batches got num_batches={num_batches}; allowed: an integer from 0")
+        self._forget_resume_point()  # the script places itself; this loader's next pass is a whole one
         loader: Any = self.loader
         batches = self.batches
         if self._skips_in_sampler:

@@ -95,19 +95,19 @@ def show(
 ) -> None:
     """Show the effective values, each with the source that won. Takes the flags that launch takes."""
     from acceler8.config import current_environment, parse_flags
-    from acceler8.config.resolve import check, load
+    from acceler8.config.resolve import load, notes
     from acceler8.config.show import rows, to_json
 
     parsed = parse_flags(ctx.args)
     _refuse_words(parsed.rest)
     effective = load(parsed.layer, current_environment(), config_file)
-    notes = [*effective.notes, *check(effective)]
+    said = notes(effective)
     if json:
         import json as encoder
 
-        typer.echo(encoder.dumps({**to_json(effective, is_all=every), "notes": notes}, indent=2))
+        typer.echo(encoder.dumps({**to_json(effective, is_all=every), "notes": said}, indent=2))
         return
-    _say_notes(notes)
+    _say_notes(said)
     found = rows(effective, is_all=every)
     if not found:
         typer.echo("No file, flag or variable sets anything; --all shows every setting.")
@@ -122,9 +122,9 @@ def show(
 def validate(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     """Check a file: exit status 0 if it is valid, else 2 and one line that says where it is not."""
     effective = _read(file)
-    from acceler8.config.resolve import check
+    from acceler8.config.resolve import notes
 
-    _say_notes([*effective.notes, *check(effective)])
+    _say_notes(notes(effective))
     count = len(effective.values)
     typer.echo(f"{file}: valid, {count} setting{'s' * (count != 1)}")
 
@@ -152,7 +152,7 @@ def convert(
     With a FILE or the environment, flags on the line win over them, as they do elsewhere.
     """
     from acceler8.config import current_environment, merge, parse_flags, read_environment, read_yaml
-    from acceler8.config.resolve import check
+    from acceler8.config.resolve import notes
     from acceler8.errors import ConfigError
 
     words = list(ctx.args)
@@ -170,7 +170,7 @@ def convert(
         layers.insert(0, read_yaml(files[0]))
     effective = merge(layers)
     text, unexpressed = _written(to, effective)
-    _say_notes([*effective.notes, *check(effective)])
+    _say_notes(notes(effective))
     for line in unexpressed:
         typer.echo(f"acceler8: not expressed in {to}: {line}", err=True)
     typer.echo(text.rstrip("\n"))
@@ -267,8 +267,6 @@ def _prompter() -> Prompter:
 def _missing(backend: str) -> list[str]:
     """What this machine lacks for a backend: its library, and a GPU with FP8."""
     from acceler8.config import Layer, Rank, Source, availability, backend_choice, merge
-    from acceler8.config.enums import FP8BackendType
-    from acceler8.errors import NotInThisVersionError
 
     lines = []
     is_installed = availability.is_backend_available(backend)
@@ -278,25 +276,26 @@ def _missing(backend: str) -> list[str]:
         lines.append("there is no GPU with FP8 here (compute capability 8.9 or newer); FP8 would be emulated, slowly")
     layer = Layer()
     layer.put("fp8_config.backend", backend, Source(Rank.FLAG, "answer"))
-    try:
-        backend_choice.refuse_what_cannot_run(merge([layer]), FP8BackendType(backend))
-    except NotInThisVersionError as error:
-        lines += [str(error).removeprefix("flag answer: ")] if is_installed else []
-    return lines
+    layer.put("mixed_precision", "fp8", Source(Rank.FLAG, "answer"))
+    limits = backend_choice.cannot_run(merge([layer]))
+    return [*lines, *(limit.removeprefix("flag answer: ") for limit in limits)]
 
 
 def _write(path: Path, effective: Effective, *, is_sure: bool) -> None:
     """Check, show what changes, ask, and write the file whole."""
     from acceler8.config.files import render, write_file
-    from acceler8.config.resolve import check
+    from acceler8.config.resolve import notes
     from acceler8.config.show import diff
     from acceler8.errors import ConfigError
 
-    _say_notes([*effective.notes, *check(effective)])
+    _say_notes(notes(effective))
     text = render(path, effective)
     if path.exists():
         try:
-            old = path.read_text(encoding="utf-8", errors="replace")
+            if not path.is_file():
+                raise ConfigError(f"{path}: is no file that can be written; name another")
+            with path.open("rb") as file:
+                old = file.read(1 << 20).decode("utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); name another file") from None
         if old == text:

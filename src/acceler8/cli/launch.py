@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,18 +53,18 @@ def launch(ctx: typer.Context) -> None:
 
         print_help(SWITCHES, OPTIONS, parsed.layer)
         return
-    from acceler8.config.resolve import check, load
+    from acceler8.config.resolve import load, notes
 
     environ = current_environment()
     file = others.get("config_file")
     effective = load(parsed.layer, environ, Path(str(file)) if file else None)
-    notes = [*effective.notes, *check(effective)]
+    said = [*notes(effective), *_machine_notes(effective)]
     if not others.get("quiet"):
-        for note in notes:
+        for note in said:
             typer.echo(f"acceler8: {note}", err=True)
     spec = launch_spec(effective, parsed.rest, others)
     if others.get("dry_run"):
-        _print_plan(spec, effective)
+        _print_plan(spec, effective, environ)
         return
     from acceler8.launch import launch as run
 
@@ -94,6 +95,7 @@ def launch_spec(effective: Effective, command: list[str], others: Mapping[str, A
         use_cpu=effective.uses_cpu,
         environment=write_environment(effective) | _derived(effective),
         is_verbose=bool(others.get("verbose")),
+        is_quiet=bool(others.get("quiet")),
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -125,10 +127,39 @@ def _num_processes(effective: Effective) -> int:
     return machines * max(1, torch.cuda.device_count())
 
 
-def _print_plan(spec: LaunchSpec, effective: Effective) -> None:
-    from acceler8.config import ENTRIES
+def _machine_notes(effective: Effective) -> Iterator[str]:
+    """What this machine lacks for the configuration. A script may ask for something else, so these are no errors."""
+    from acceler8.config import choose_backend
+    from acceler8.errors import MissingLibraryError
 
-    typer.echo(f"{spec.num_processes} processes on {spec.num_machines} machines, {'CPU' if spec.use_cpu else 'GPU'}")
-    typer.echo(" ".join(spec.command) or "(no script)")
-    for path, value in effective.values.items():
-        typer.echo(f"  {path} = {ENTRIES[path].setting.text(value.value)}  ({value.source})")
+    try:
+        choose_backend(effective)
+    except MissingLibraryError as error:
+        yield str(error)
+    asks = [path for path in ("gpu_ids", "distributed_type") if effective[path] not in (None, "NO", "MULTI_CPU")]
+    if asks and not effective.uses_cpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            source = effective.source(asks[0])
+            yield f"{source}: {asks[0]} {effective[asks[0]]} asks for GPUs, and torch finds none: the CPU is used"
+
+
+def _print_plan(spec: LaunchSpec, effective: Effective, environ: Mapping[str, str]) -> None:
+    """What would run, and every value with its source; raises LaunchError for a command that cannot run."""
+    from acceler8.config.show import rows
+    from acceler8.launch.command import resolve_command
+
+    command = resolve_command(
+        spec.command,
+        is_module=spec.is_module,
+        is_program=spec.is_program,
+        is_unbuffered=spec.local_processes > 1,
+        search_path=environ.get("PATH"),
+    )
+    many = f"{spec.num_processes} process{'es' if spec.num_processes > 1 else ''}"
+    machines = f"{spec.num_machines} machine{'s' if spec.num_machines > 1 else ''}"
+    typer.echo(f"{many} on {machines}, {'on the CPU' if spec.use_cpu else 'on GPUs where there are any'}")
+    typer.echo(shlex.join(command))
+    for row in rows(effective):
+        typer.echo(f"  {row.path} = {row.text}  ({row.source})")

@@ -16,11 +16,13 @@ from acceler8.config.handlers import build_recipe
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import BACKENDS
 from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
-from acceler8.errors import ConfigError, MissingLibraryError, NotInThisVersionError
+from acceler8.errors import ConfigError, MissingLibraryError
 
 if TYPE_CHECKING:
     from acceler8.recipes import Recipe
 
+READY = ("NATIVE",)
+"""Backends that this version can train with: those of ``acceler8.backends``."""
 _FP8 = "fp8_config."
 DELAYED = tuple(_FP8 + key for key in ("margin", "interval", "amax_history_len", "amax_compute_algo"))
 # settings about the choice itself, which no backend "has"
@@ -69,25 +71,35 @@ def choose_backend(effective: Effective) -> FP8BackendType:
     return FP8BackendType(name)
 
 
-def refuse_what_cannot_run(effective: Effective, backend: FP8BackendType) -> None:
-    """Raise NotInThisVersionError if this FP8 configuration is right and cannot be run yet."""
-    from acceler8 import backends
+def cannot_run(effective: Effective) -> Iterator[str]:
+    """What is configured rightly and this version cannot train with yet, each with its place and what to do."""
+    if (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
+        yield (
+            f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet; allowed:"
+            " one process, or several that each hold the model (MULTI_GPU, MULTI_CPU); leave it out"
+        )
+    if (compiler := effective["dynamo_config.dynamo_backend"]) not in (None, "NO"):
+        yield (
+            f"{effective.source('dynamo_config.dynamo_backend')}: torch.compile (dynamo_backend {compiler}) is not in"
+            " this version yet; allowed: NO; leave it out"
+        )
+    if effective["mixed_precision"] == "fp8":
+        yield from _cannot_run_fp8(effective)
 
-    if backend is FP8BackendType.NO:
-        return
-    level = effective[_FP8 + "opt_level"]
-    if level or backend is FP8BackendType.MSAMP:
+
+def _cannot_run_fp8(effective: Effective) -> Iterator[str]:
+    level, backend = effective[_FP8 + "opt_level"], preferred_backend(effective)
+    if level or backend == "MSAMP":
         path = _FP8 + ("opt_level" if level else "backend")
-        raise NotInThisVersionError(
+        yield (
             f"{effective.source(path)}: {'opt_level ' + level if level else 'backend MSAMP'} asks for FP8 gradients"
             " and optimizer states, which this version cannot train with yet; for FP8 GEMMs without them leave"
             " opt_level and MSAMPRecipeKwargs out and name backend NATIVE"
         )
-    if backend.value.lower() not in backends.names():
-        ready = ", ".join(name.upper() for name in backends.names())
-        raise NotInThisVersionError(
+    elif backend is not None and backend not in READY and is_backend_available(backend):
+        yield (
             f"{effective.source(_FP8 + 'backend')}: backend {backend} is installed, but this version has no"
-            f" connection to it yet; allowed: {ready}; name backend NATIVE"
+            f" connection to it yet; allowed: {', '.join(READY)}; name backend NATIVE"
         )
 
 
@@ -136,6 +148,8 @@ def check(effective: Effective) -> list[str]:
     if backend is None:
         return []
     notes = [note for path in given for note in _check_belongs(effective, path, backend)]
+    if effective[_FP8 + "backend"] == "NO":
+        notes.append(f"{effective.source(_FP8 + 'backend')}: backend NO names none; {backend} is taken by the order")
     if backend == "NATIVE":
         _check_native(effective)
     if backend == "TE" and effective[_FP8 + "use_mxfp8_block_scaling"]:
@@ -172,17 +186,24 @@ def _kept_for_the_script(effective: Effective, given: list[str]) -> list[str]:
 def _check_belongs(effective: Effective, path: str, backend: str) -> Iterator[str]:
     """A setting that the backend does not have: an error if one route says both, else a note."""
     entry, source = ENTRIES[path], effective.source(path)
-    if path in _CHOICE or not entry.setting.backends or _has(entry, backend) or _is_default(path, effective[path]):
+    if path in _CHOICE or not entry.setting.backends or _has(entry, backend):
         return
+    if source.rank is Rank.ENVIRONMENT and _is_default(path, effective[path]):
+        return  # Accelerate's launcher exports the defaults of every backend
     namer = effective.source(_FP8 + "backend")
     has = " and ".join(entry.setting.backends)
     is_one_route = named_backend(effective) and namer.rank == source.rank
     if is_one_route and source.rank in (Rank.FLAG, Rank.YAML, Rank.CODE):
         raise ConfigError(
             f"{source.where}: {_shown(effective, path)} is no setting of backend {backend}, which {namer.where} names;"
-            f" it is one of {has}; remove it, or name that backend"
+            f" it is one of {has}; {_instead(path, backend)}remove it, or name that backend"
         )
     yield f"{source}: {_shown(effective, path)} is not used, backend {backend} does not have it ({has} does)"
+
+
+def _instead(path: str, backend: str) -> str:
+    is_mxfp8 = path == _FP8 + "use_mxfp8_block_scaling" and backend == "NATIVE"
+    return "set recipe mxfp8 in its place, " if is_mxfp8 else ""
 
 
 def _check_native(effective: Effective) -> None:

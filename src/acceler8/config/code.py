@@ -85,7 +85,13 @@ def sort_handlers(
     """
     slots: dict[type[Any], str] = {**_SLOTS, **(others or {})}
     found: dict[str, Any] = {}
+    if handlers is not None and not isinstance(handlers, Iterable):
+        kind = type(handlers).__name__
+        raise ConfigError(f"kwargs_handlers got a {kind}; allowed: a list of such objects; write [{kind}(...)]")
     for handler in handlers or ():
+        if isinstance(handler, type):
+            name = handler.__name__
+            raise ConfigError(f"kwargs_handlers got the class {name}; allowed: an object of it; write {name}(...)")
         slot = next((name for kind, name in slots.items() if isinstance(handler, kind)), None)
         if slot is None:
             known = ", ".join(kind.__name__ for kind in slots)

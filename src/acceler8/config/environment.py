@@ -6,9 +6,10 @@ A launcher hands its effective configuration to its workers this way. So that a 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
@@ -55,6 +56,7 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
         if name in environ and entry.path != _GEMMS:
             layer.put(entry.path, environ[name], _source(entry, name, origins, environ))
     _read_gemms(environ, layer, origins)
+    layer.notes += _unknown_names(environ)
     return layer
 
 
@@ -77,6 +79,17 @@ def write_environment(effective: Effective) -> dict[str, str]:
     if origins:
         written[SOURCES] = json.dumps(origins)
     return written
+
+
+def _unknown_names(environ: Mapping[str, str]) -> Iterator[str]:
+    """Variables that look like settings of FP8 or like a setting misspelt. Accelerate has others, so no error."""
+    known = {*BY_ENV, *DEAD_ENV, *ENGINE_SWITCHES, SOURCES, CONFIG_FILE}
+    for name in sorted(environ):
+        if name in known or not name.startswith(("ACCELERATE_", "ACCELER8_CONFIG")):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+        if near or name.startswith("ACCELERATE_FP8_"):
+            yield f"{name} is no variable that is read{f'; did you mean {near[0]}?' if near else ''}"
 
 
 def _read_gemms(environ: Mapping[str, str], layer: Layer, origins: Mapping[str, tuple[Source, str]]) -> None:

@@ -328,8 +328,10 @@ class NativeRecipeKwargs(RecipeHandler):
     pow2_scales: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.skip is not None and not isinstance(self.skip, str | list | tuple):
+        if isinstance(self.skip, Iterable) and not isinstance(self.skip, str | list | tuple):
             self.skip = tuple(self.skip)
+        if self.skip is not None:
+            ENTRIES["fp8_config.skip"].parse(self.skip, self._source("skip").where)
         if self.recipe is None or isinstance(self.recipe, str):
             self._resolve()
             return

@@ -274,7 +274,12 @@ class Table:
         for key, value in raw.items():
             if isinstance(value, bool | int | float):
                 value = Bool().text(value) if isinstance(value, bool) else str(value)
-            table[_checked_text(key)] = _checked_text(value)
+            try:
+                table[_checked_text(key)] = _checked_text(value)
+            except ValueError:
+                raise RefusedError(
+                    f"environment {key!r:.60}: got {value!r:.60}; allowed: a text on one line, under a name"
+                ) from None
         return table
 
     def text(self, value: dict[str, str]) -> str:

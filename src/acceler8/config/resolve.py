@@ -101,6 +101,11 @@ def check(effective: Effective) -> list[str]:
     return [*_idle(effective), *backend_choice.check(effective)]
 
 
+def notes(effective: Effective) -> list[str]:
+    """All that a user should read beside the values: of reading, of ``check``, and what this version cannot run yet."""
+    return [*effective.notes, *check(effective), *backend_choice.cannot_run(effective)]
+
+
 def contradictions(effective: Effective) -> Iterator[str]:
     """Each contradiction between devices, processes and engines, as the message of an error."""
     for part in (_device_problems, _process_problems, _fsdp_problems, _deepspeed_problems, _variable_problems):

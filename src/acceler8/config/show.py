@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from acceler8.config.backend_choice import fp8_values, preferred_backend
 from acceler8.config.registry import ENTRIES
 from acceler8.config.sources import Effective
 
@@ -21,20 +22,22 @@ class Row:
 
 
 def rows(effective: Effective, *, is_all: bool = False) -> list[Row]:
-    """The settings that some source gave and, with FP8, the defaults of the named backend; or all settings."""
-    backend = effective["fp8_config.backend"] if effective["mixed_precision"] == "fp8" else None
+    """The settings that some source gave and, with FP8, all that hold for its backend; or all settings."""
+    backend = preferred_backend(effective) if effective["mixed_precision"] == "fp8" else None
+    fp8 = fp8_values(effective, backend) if backend else {}
     found = []
     for path, entry in ENTRIES.items():
-        value = effective[path]
-        is_default = value is None
-        if is_default and entry.is_fp8:
-            value = entry.setting.defaults.get(backend or "")
-        if not is_default or value is not None or is_all:
-            text = "not given" if value is None else entry.setting.kind.text(value)
-            source = "default" if is_default else str(effective.source(path))
-            if is_default and value is not None:
-                source = f"default of {backend}"
-            found.append(Row(path=path, value=value, text=text, source=source))
+        given, value, source = effective.values.get(path), effective[path], effective.source(path)
+        said = str(source) if given else "default"
+        if path == "fp8_config.backend" and backend and value in (None, "NO"):
+            value, said = backend, "default: the first of backend_order that is installed"
+        elif path in fp8:
+            value = fp8[path].value
+            said = said if value == effective[path] and given else f"default of {backend}"
+        elif given is None and not is_all:
+            continue
+        text = "not given" if value is None and given is None else entry.setting.text(value)
+        found.append(Row(path=path, value=value, text=text, source=said))
     return found
 
 

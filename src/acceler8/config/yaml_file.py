@@ -142,7 +142,8 @@ def _root(path: Path) -> yaml.MappingNode:
         raise ConfigError(f"{path}:1: is nested too deeply; allowed: sections of settings") from None
     except (ValueError, OverflowError):  # PyYAML itself, on an escape beyond Unicode or a version with too many digits
         raise ConfigError(f"{path}:1: is not YAML (a number or an escape is out of range); write key: value") from None
-    if root is None or (isinstance(root, yaml.ScalarNode) and root.value == "" and root.style is None):
+    is_empty = isinstance(root, yaml.ScalarNode) and root.tag == _NULL and root.value == ""
+    if root is None or is_empty:
         return yaml.MappingNode(_MAPPING, [])
     if not isinstance(root, yaml.MappingNode) or root.tag != _MAPPING:
         line = root.start_mark.line + 1

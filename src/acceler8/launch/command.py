@@ -28,7 +28,10 @@ def resolve_command(
     if not command:
         raise LaunchError("the command is empty; give a script, or a module, or a program, and its arguments")
     if is_module and is_program:
-        raise LaunchError("is_module and is_program are both set; a command is one of them, or a script: unset one")
+        raise LaunchError(
+            "--module (is_module) and --no_python (is_program) are both set; a command is one of them, or a script:"
+            " leave one out"
+        )
     for word in command:
         if "\0" in word:
             raise LaunchError(f"argument {word!r} holds a NUL, which no argument of a process can; remove it")

@@ -109,7 +109,7 @@ def _environment_maker(spec: LaunchSpec, parent: Mapping[str, str]) -> Callable[
         added["ACCELERATE_USE_CPU"] = "true"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = default_threads(parent, added, cores, spec.local_processes)
-    if threads:
+    if threads and not spec.is_quiet:
         say(
             f"OMP_NUM_THREADS={threads['OMP_NUM_THREADS']} for each of {spec.local_processes} processes on {cores} "
             "cores; set the variable to choose"

@@ -58,6 +58,8 @@ class LaunchSpec:
     """Seconds to wait for the other machines."""
     run_id: str = "acceler8"
     """Name of the run, the same on all machines."""
+    is_quiet: bool = False
+    """Say nothing but failures."""
     is_verbose: bool = False
     """Show what torch's elastic training logs."""
 
