@@ -140,3 +140,11 @@ def test_a_recipe_object_says_everything():
     effective = merge([below, layer_from_code(mixed_precision="fp8", recipe=mine)])
     assert effective["fp8_config.interval"] == 1
     assert effective["fp8_config.override_linear_precision"] in (None, (False, False, False))
+
+
+def test_processes_asked_for_above_a_file_that_says_no(tmp_path):
+    (tmp_path / "run.yaml").write_text("distributed_type: 'NO'\n")
+    assert check(load(flags("--num_processes=2"), {}, tmp_path / "run.yaml")) == []
+    (tmp_path / "run.yaml").write_text("distributed_type: 'NO'\nnum_processes: 2\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: got num_processes 2"):
+        check(load(None, {}, tmp_path / "run.yaml"))

@@ -153,7 +153,9 @@ def _gpu_only(path: str, allowed: str, given: _Given) -> Iterator[str]:
 
 
 def _process_problems(given: _Given) -> Iterator[str]:
-    if (given["num_processes"] or 1) > 1 and given["distributed_type"] == "NO":
+    many, kind = given.effective.source("num_processes"), given.effective.source("distributed_type")
+    # NO of a file gives way to processes asked for above it, as a plain `launch --num_processes 2` does
+    if (given["num_processes"] or 1) > 1 and given["distributed_type"] == "NO" and kind.rank >= many.rank:
         several = "MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         yield given.problem("num_processes", "distributed_type", allowed=f"1 for NO; several need {several}")
 
