@@ -288,7 +288,7 @@ def _write(path: Path, effective: Effective, *, is_sure: bool) -> None:
     from acceler8.config.show import diff
     from acceler8.errors import ConfigError
 
-    _say_notes(notes(effective))
+    _say_notes(notes(effective.of_one_route()))
     text = render(path, effective)
     if path.exists():
         try:

@@ -98,6 +98,11 @@ class Effective:
             if value.value is not None and (section is None or ENTRIES[path].section == section)
         }
 
+    def of_one_route(self) -> Effective:
+        """The same values as if one file gave them all, which is what they will be once written."""
+        values = {p: Value(v.value, Source(Rank.YAML, v.source.where)) for p, v in self.values.items()}
+        return Effective(MappingProxyType(values), self.notes)
+
     @property
     def uses_cpu(self) -> bool:
         """True if training stays on the CPU."""
