@@ -30,8 +30,13 @@ def _one_thread_of_randomness():
     numpy.random.set_state(state[2])
 
 
+MIXED = {"0": "delayed", "3": "tensorwise", "*": None}
+
+
 # in the middle of a window, at a boundary, at the end of an epoch, in the second one
-@pytest.mark.parametrize(("stop", "recipe"), [(3, "delayed"), (4, "rowwise"), (7, "delayed"), (9, "delayed")])
+@pytest.mark.parametrize(
+    ("stop", "recipe"), [(3, "delayed"), (4, "rowwise"), (7, "delayed"), (9, "delayed"), (5, MIXED)]
+)
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, stop, recipe):
     whole = Run(0, recipe=recipe)
     expected = whole.train(16)
@@ -72,6 +77,17 @@ def test_other_precisions_resume_bit_for_bit(tmp_path, precision):
     second = Run(1, precision=precision)
     assert second.load(tmp_path / "c").reset == ()
     assert losses + second.train(5) == expected
+
+
+def test_a_resume_says_which_layers_had_another_recipe(tmp_path):
+    first = Run(0, recipe=MIXED)
+    first.train(4)
+    first.save(tmp_path / "c")
+    assert Run(1, recipe=dict(MIXED)).load(tmp_path / "c").reset == ()
+    assert Run(1, recipe={"0": "delayed", "*": "rowwise"}).load(tmp_path / "c").reset == (
+        "Sequential: recipe was 0=delayed, 3=tensorwise, *=none, now 0=delayed, *=rowwise",
+        "Sequential: 1 layers are FP8 and were not, such as 4",
+    )
 
 
 def test_fp8_goes_on_in_bf16_and_back(tmp_path, caplog):

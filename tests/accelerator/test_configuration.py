@@ -266,3 +266,67 @@ def test_names_at_the_top() -> None:
     assert acceler8.DistributedType is DistributedType
     assert acceler8.FullyShardedDataParallelPlugin is FullyShardedDataParallelPlugin
     assert acceler8.NativeRecipeKwargs is NativeRecipeKwargs
+
+
+# --- recipes by pattern
+
+
+def recipes_of(prepared: nn.Module) -> list[str | None]:
+    return [layer._acceler8_layer.recipe.name if isinstance(layer, Fp8Linear) else None for layer in prepared]
+
+
+def test_recipes_by_pattern_run_from_every_route(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text('mixed_precision: fp8\nfp8_config:\n  recipe: delayed\n  layer_recipes: {"0": tensorwise}\n')
+    expected = ["tensorwise", "delayed"]
+    assert recipes_of(Accelerator(cpu=True, config_file=file).prepare(model())) == expected
+    mapping = {"0": "Tensorwise", "1": "delayed"}
+    for accelerator in (
+        Accelerator("fp8", cpu=True, recipe=mapping),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(recipe=mapping)]),
+        Accelerator("fp8", cpu=True, recipe="delayed", kwargs_handlers=None, config_file=file),
+        Accelerator("fp8", cpu=True, recipe={"0": recipes.get("tensorwise"), "1": recipes.get("delayed")}),
+    ):
+        assert recipes_of(accelerator.prepare(model())) == expected
+    monkeypatch.setenv("ACCELERATE_FP8_LAYER_RECIPES", "0=tensorwise,1=none")
+    accelerator = Accelerator("fp8", cpu=True)
+    assert recipes_of(accelerator.prepare(model())) == ["tensorwise", None]
+    assert report_line(accelerator, "layer_recipes") == (
+        "layer_recipes = 0=tensorwise, 1=none environment ACCELERATE_FP8_LAYER_RECIPES"
+    )
+
+
+def test_the_report_says_how_many_layers_have_which_recipe() -> None:
+    accelerator = Accelerator("fp8", cpu=True, recipe={"0": "tensorwise", "*": "rowwise"}, skip=["nothing"])
+    with pytest.raises(Acceler8Error, match="skip names 'nothing', which fits no layer"):
+        accelerator.prepare(model())
+    accelerator = Accelerator("fp8", cpu=True, recipe={"0": "tensorwise", "*": "rowwise"})
+    accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
+    assert "3 of 3 layers FP8 (100% of the matrix FLOPs), recipe tensorwise (1 layer), rowwise (2 layers)" in str(
+        accelerator.fp8_report()
+    )
+    assert report_line(accelerator, "layer_recipes").endswith("0=tensorwise, *=rowwise code Accelerator(recipe=)")
+    assert "  recipe = " not in str(accelerator.fp8_report())
+
+
+def test_recipe_objects_by_pattern_run_as_they_are() -> None:
+    mine = recipes.get("rowwise", skip=("1",)).with_gemms(wgrad=False).replace(name="mine")
+    mapping = {"0": mine, "*": recipes.get("tensorwise", eval="fp8")}
+    for accelerator in (
+        Accelerator("fp8", cpu=True, recipe=mapping, skip=["2"]),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(mapping, skip=["2"])]),
+    ):
+        assert accelerator.recipe.find("0")[1] == mine.replace(skip=("1", "2"))
+        prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
+        assert recipes_of(prepared) == ["mine", "tensorwise", None]
+        keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", "skip"]
+
+
+def test_errors_of_recipes_by_pattern() -> None:
+    with pytest.raises(RecipeError, match="pattern '0': unknown recipe 'rowise'; did you mean 'rowwise'"):
+        Accelerator("fp8", cpu=True, recipe={"0": "rowise"})
+    with pytest.raises(RecipeError, match="mixed_precision='bf16'"):
+        Accelerator("bf16", cpu=True, recipe={"0": "rowwise"})
+    with pytest.raises(Acceler8Error, match="recipe has the pattern 'mpl', which fits no layer"):
+        Accelerator("fp8", cpu=True, recipe={"mpl": "rowwise", "*": "tensorwise"}).prepare(model())

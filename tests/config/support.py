@@ -15,6 +15,7 @@ from acceler8.config.kinds import (
     GpuIds,
     Host,
     Int,
+    LayerPatterns,
     Names,
     Number,
     Table,
@@ -53,6 +54,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case Names():
             names = (LINES | ODD_NAMES).map(lambda name: name.replace(",", "").strip()).filter(bool)
             return st.lists(names, max_size=3).map(tuple)
+        case LayerPatterns():
+            patterns = (LINES | ODD_NAMES).map(lambda name: name.replace(",", "").strip()).filter(bool)
+            pairs = st.tuples(patterns, st.sampled_from(kind.recipes))
+            return st.lists(pairs, max_size=3, unique_by=lambda pair: pair[0]).map(
+                lambda found: tuple(f"{pattern}={recipe}" for pattern, recipe in found)
+            )
         case Words():
             return st.permutations(kind.words).flatmap(
                 lambda words: st.integers(1, len(words)).map(lambda count: tuple(words[:count]))

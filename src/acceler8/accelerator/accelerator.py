@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
 from acceler8.config.code import gather, layer_from_code, sort_handlers
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
-from acceler8.config.handlers import KwargsHandler, recipe_values
+from acceler8.config.handlers import KwargsHandler, recipe_object, recipe_values
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import (
@@ -70,9 +70,10 @@ from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
-from acceler8.recipes import Recipe, resolve
+from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes import get as recipe_named
 from acceler8.recipes import names as recipe_names
+from acceler8.recipes.layers import resolve_layers
 from acceler8.scaling import StepClock
 
 _log = logging.getLogger("acceler8")
@@ -88,9 +89,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         case; default ``no``.
     kwargs_handlers: recipe objects, such as ``TERecipeKwargs``, and ``DistributedDataParallelKwargs``,
         ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``AutocastKwargs``; ``kwarg_handlers`` is the same argument.
-    recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), and layers that stay in
-        high precision beside the default ones. backend: who computes FP8; default: the first that is available of
-        ``fp8_backend_order`` (``NATIVE, AO, TE, MSAMP``).
+    recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), or a mapping of patterns
+        of layer names to such (None: high precision), and layers that stay in high precision beside the default ones.
+        backend: who computes FP8; default: the first that is available of ``fp8_backend_order`` (``NATIVE, AO, TE,
+        MSAMP``).
     cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
     gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it. Or
         gradient_accumulation_plugin, which says more.
@@ -116,7 +118,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         self,
         mixed_precision: PrecisionType | str | None = None,
         *,
-        recipe: str | Recipe | None = None,
+        recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None,
         backend: str | None = None,
         skip: Iterable[str] | None = None,
         cpu: bool = False,
@@ -184,7 +186,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             mixed_precision=mixed_precision,
             cpu=cpu,
             gradient_accumulation_steps=gradient_accumulation_steps,
-            recipe=recipe.lower() if isinstance(recipe, str) else recipe,
+            recipe=_lower(recipe),
             backend=backend,
             skip=skip,
             fp8_backend_order=fp8_backend_order,
@@ -200,7 +202,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
         self.backend = self._fp8_backend.value.lower()
-        self.recipe = self._recipe(recipe, skip)
+        native = self.handlers.native
+        self._recipe_object = recipe_object(_lower(recipe) if native is None else native.recipe)
+        self.recipe = self._recipe()
         self.skip = self.effective["fp8_config.skip"]
         self.gradients = make_gradient_state(
             gradient_accumulation_plugin, self.effective["deepspeed_config.gradient_accumulation_steps"] or 1
@@ -241,7 +245,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             return None
         return LossScaler(self.device.type, None if handler is None else handler.to_dict(), self.strategy.agree)
 
-    def _check_recipe_is_for_fp8(self, recipe: str | Recipe | None) -> None:
+    def _check_recipe_is_for_fp8(self, recipe: Any) -> None:
         if self.mixed_precision == "fp8" or (recipe is None and not self.handlers.found):
             return
         given = f"recipe={recipe!r}" if recipe is not None else type(self.handlers.found[-1]).__name__
@@ -251,15 +255,15 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             " set mixed_precision='fp8' or leave the recipe out"
         )
 
-    def _recipe(self, recipe: str | Recipe | None, skip: Iterable[str] | None) -> Recipe | None:
+    def _recipe(self) -> Recipe | LayerRecipes | None:
         """What the native backend runs; a Recipe object as it is, for settings may not say all of it."""
         if self._fp8_backend is not FP8BackendType.NATIVE:
             return None
-        if self.handlers.native is not None:
-            recipe = self.handlers.native.recipe
-        if recipe is None or isinstance(recipe, str):
-            return recipe_of(self.effective)
-        return recipe.replace(skip=self.effective["fp8_config.skip"] or ())
+        skip = self.effective["fp8_config.skip"] or ()
+        made = self._recipe_object
+        if isinstance(made, LayerRecipes):
+            return made.and_skip(skip)
+        return recipe_of(self.effective) if made is None else made.replace(skip=skip)
 
     @property
     def plan(self) -> Plan | None:
@@ -450,7 +454,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         source = self.effective.source(path) if self.effective[path] not in (None, "NO") else DEFAULT
         values[path] = Value(self._fp8_backend.value, source)
         values |= fp8_values(self.effective, self._fp8_backend.value)
-        if self.recipe is not None and "fp8_config.fp8_format" not in values:
+        if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
+            told = ("mixed_precision", *("fp8_config." + key for key in ("backend", "layer_recipes", "skip")))
+            return {path: value for path, value in values.items() if path in told}
+        if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:
             own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
             named = recipe_named(self.recipe.name) if self.recipe.name in recipe_names() else self.recipe
             values["fp8_config.fp8_format"] = Value(recipe_values(named)[0]["fp8_format"], own)
@@ -476,6 +483,13 @@ def _move_state(optimizer: Optimizer) -> None:
                     optimizer.state[p][key] = value.to(p.device)
 
 
+def _lower(recipe: Any) -> Any:
+    """Names of recipes in any case."""
+    if isinstance(recipe, Mapping):
+        return {pattern: _lower(own) for pattern, own in recipe.items()}
+    return recipe.lower() if isinstance(recipe, str) else recipe
+
+
 def _check_words(precision: Any, steps: Any, recipe: Any, backend: Any) -> None:
     """The arguments that people mistype, before anything is read. Raises RecipeError naming the nearest word."""
     if precision is not None and precision not in PrecisionType:
@@ -483,6 +497,6 @@ def _check_words(precision: Any, steps: Any, recipe: Any, backend: Any) -> None:
     if steps is not None and (type(steps) is not int or steps < 1):
         raise RecipeError(f"gradient_accumulation_steps={steps!r}; allowed: an integer from 1")
     if recipe is not None:
-        resolve(recipe.lower() if isinstance(recipe, str) else recipe)
+        resolve_layers(_lower(recipe))
     if backend is not None and backend not in FP8BackendType:
         backends.get(backend)

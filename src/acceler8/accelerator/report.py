@@ -36,7 +36,7 @@ class Fp8Report:
             t = plan.totals
             lines.append(
                 f"{plan.model}: {t.fp8_layers} of {t.layers} layers FP8 ({t.flops_share:.0%} of the matrix FLOPs),"
-                f" recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}"
+                f" recipe {plan.recipes_said}, backend {plan.backend}, {plan.device}"
             )
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
         return lines

@@ -25,7 +25,7 @@ from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
-from acceler8.recipes import Recipe
+from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.scaling import StepClock
 
 OUTPUT_DTYPES = ("fp32", "compute")
@@ -68,7 +68,7 @@ class Surface:
     clock: StepClock
     gradients: Any
     scaler: LossScaler | None
-    recipe: Recipe | None
+    recipe: Recipe | LayerRecipes | None
     backend: str
     dataloader_config: DataLoaderConfiguration
     profile_handler: ProfileKwargs | None

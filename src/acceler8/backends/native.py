@@ -88,12 +88,16 @@ class NativeBackend:
             return "its forward was replaced on the instance (a library's hook, say), so FP8 would not run"
         return None
 
-    def convert_layers(self, layers: list[tuple[str, nn.Module]], recipe: Recipe, state: ModelState) -> None:
+    def convert_layers(self, layers: list[tuple[str, nn.Module, Recipe]], state: ModelState) -> None:
         """Change the class of each layer and give it its state."""
-        amax = state.amax = _amax_state(layers, recipe)
+        amax = state.amax = _amax_state([layer for layer in layers if layer[2].is_delayed])
         state.follow_clock()
-        for i, (name, module) in enumerate(layers):
-            layer = LayerState(name, recipe, state.clock, amax=amax, first_slot=len(ROLES) * i)
+        slots = 0
+        for name, module, recipe in layers:
+            layer = LayerState(name, recipe, state.clock)
+            if recipe.is_delayed:
+                layer.amax, layer.first_slot = amax, slots
+                slots += len(ROLES)
             state.codes.append(layer.codes)
             module.__dict__["_acceler8_layer"] = layer
             swap_class(module, nn.Linear, Fp8Linear)
@@ -116,11 +120,14 @@ def _is_dense(weight: torch.Tensor) -> bool:
     return plain and weight.layout is torch.strided
 
 
-def _amax_state(layers: list[tuple[str, nn.Module]], recipe: Recipe) -> AmaxState | None:
-    scaling = recipe.scaling
-    if not isinstance(scaling, DelayedScaling) or not layers:
+def _amax_state(layers: list[tuple[str, nn.Module, Recipe]]) -> AmaxState | None:
+    """Histories of these layers, which are delayed, and whose recipes agree on them."""
+    if not layers:
         return None
-    weights: list[Any] = [module.weight for _, module in layers]
+    recipe = layers[0][2]
+    scaling = recipe.scaling
+    assert isinstance(scaling, DelayedScaling)
+    weights: list[Any] = [module.weight for _, module, _ in layers]
     devices = {weight.device for weight in weights}
     if len(devices) > 1:
         raise PlanError(
@@ -129,5 +136,5 @@ def _amax_state(layers: list[tuple[str, nn.Module]], recipe: Recipe) -> AmaxStat
         )
     (device,) = devices
     device = device if device.type != "meta" else torch.device("cpu")
-    names = [f"{name}.{role}" for name, _ in layers for role in ROLES]
+    names = [f"{name}.{role}" for name, _, _ in layers for role in ROLES]
     return AmaxState(names, scaling.amax_history_len, scaling.amax_compute_algo, scaling.interval, device)

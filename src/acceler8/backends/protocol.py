@@ -28,8 +28,8 @@ class Backend(Protocol):
         """Why this layer stays in high precision; None if the backend takes it."""
         ...
 
-    def convert_layers(self, layers: list[tuple[str, nn.Module]], recipe: Recipe, state: ModelState) -> None:
-        """Make these layers FP8, in place. All or none: raise before changing the first."""
+    def convert_layers(self, layers: list[tuple[str, nn.Module, Recipe]], state: ModelState) -> None:
+        """Make these layers FP8, in place, each by its own recipe. All or none: raise before changing the first."""
         ...
 
     def restore_layers(self, model: nn.Module) -> None:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from acceler8.config.availability import INSTALL, is_backend_available
 from acceler8.config.enums import FP8BackendType
-from acceler8.config.handlers import build_recipe
+from acceler8.config.handlers import build_recipes
+from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES, Entry
-from acceler8.config.schema import BACKENDS
+from acceler8.config.schema import BACKENDS, RECIPES
 from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
 from acceler8.errors import ConfigError, MissingLibraryError
 
 if TYPE_CHECKING:
-    from acceler8.recipes import Recipe
+    from acceler8.recipes import LayerRecipes, Recipe
 
 READY = ("NATIVE",)
 """Backends that this version can train with: those of ``acceler8.backends``."""
@@ -112,7 +113,9 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
     for path, entry in ENTRIES.items():
         if not entry.is_fp8 or path == _FP8 + "backend" or (entry.setting.backends and not _has(entry, backend)):
             continue
-        if backend == "NATIVE" and path in DELAYED and effective[_FP8 + "recipe"] != "delayed":
+        if backend == "NATIVE" and path in DELAYED and "delayed" not in native_recipes(effective):
+            continue
+        if path == _FP8 + "recipe" and path not in effective.values and _decides_all(effective):
             continue
         found = effective.values.get(path)
         default = Value(entry.setting.defaults.get(backend or ""), DEFAULT)
@@ -122,17 +125,35 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
     return values
 
 
-def recipe_of(effective: Effective) -> Recipe:
-    """The Recipe that the native backend runs. Raises ConfigError naming where the settings stand."""
+def native_recipes(effective: Effective) -> tuple[str, ...]:
+    """Names of the recipes that layers may have: ``recipe`` first, then those of ``layer_recipes``."""
+    base = effective[_FP8 + "recipe"] or ENTRIES[_FP8 + "recipe"].setting.defaults["NATIVE"]
+    of_layers = [word for _, word in layer_patterns(effective[_FP8 + "layer_recipes"]) if word != "none"]
+    return tuple(dict.fromkeys((base, *of_layers)))
+
+
+def _decides_all(effective: Effective) -> bool:
+    """True if ``layer_recipes`` ends in ``*``, so that no layer is left for ``recipe``."""
+    return any(pattern == "*" for pattern, _ in layer_patterns(effective[_FP8 + "layer_recipes"]))
+
+
+def recipe_of(effective: Effective) -> Recipe | LayerRecipes:
+    """What the native backend runs. Raises ConfigError naming where the settings stand."""
     keys = {path.removeprefix(_FP8): value.value for path, value in fp8_values(effective, "NATIVE").items()}
     try:
-        return build_recipe(keys)
+        return build_recipes(keys)
     except ValueError as error:
         places = ", ".join(
-            f"{key} {effective[_FP8 + key] or 'default'} ({effective.source(_FP8 + key)})"
-            for key in ("recipe", "fp8_format")
+            f"{key} {_text(effective, key)} ({effective.source(_FP8 + key)})"
+            for key in ("recipe", "layer_recipes", "fp8_format")
+            if key != "layer_recipes" or effective[_FP8 + key]
         )
         raise ConfigError(f"{places}: {error}") from None
+
+
+def _text(effective: Effective, key: str) -> str:
+    value = effective[_FP8 + key]
+    return ENTRIES[_FP8 + key].setting.text(value) if value else "default"
 
 
 def check(effective: Effective) -> list[str]:
@@ -207,18 +228,18 @@ def _instead(path: str, backend: str) -> str:
 
 
 def _check_native(effective: Effective) -> None:
-    recipe = effective[_FP8 + "recipe"] or ENTRIES[_FP8 + "recipe"].setting.defaults["NATIVE"]
+    names = native_recipes(effective)
     recipe_source = effective.source(_FP8 + "recipe")
     for path in DELAYED:
         source = effective.source(path)
-        if effective[path] is None or recipe == "delayed" or source == recipe_source:  # both of one Recipe object
+        if effective[path] is None or "delayed" in names or source == recipe_source:  # both of one Recipe object
             continue
         if effective[path] != ENTRIES[path].setting.defaults["NATIVE"]:
             raise ConfigError(
-                f"{source}: {_shown(effective, path)} belongs to delayed scaling, and the recipe is {recipe}"
-                f" ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
+                f"{source}: {_shown(effective, path)} belongs to delayed scaling, and the recipe is"
+                f" {', '.join(names)} ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
             )
-    if effective[_FP8 + "fp8_format"] and recipe in ENTRIES[_FP8 + "recipe"].setting.kind.words:  # type: ignore[attr-defined]
+    if effective[_FP8 + "fp8_format"] and set(names) <= set(RECIPES):
         recipe_of(effective)
 
 

@@ -132,7 +132,7 @@ def layer_from_code(
 ) -> Layer:
     """What a script says in code: arguments of ``Accelerator`` (None, and ``cpu=False``, say nothing) and objects.
 
-    ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs``; ``recipe`` is a name or a Recipe.
+    ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs``.
     Raises: ConfigError for a value that is not allowed, and for two objects or arguments that say the same differently.
     """
     handlers = handlers or RecipeHandlers()
@@ -204,6 +204,7 @@ def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHan
             f" move {argument} into {other}, or leave that out"
         )
     skip = skip if skip is None or isinstance(skip, str | list | tuple) else tuple(skip)
+    short = None
     if recipe is not None:
         short = NativeRecipeKwargs(recipe=recipe, skip=skip)
         layer.values[_BACKEND] = Value("NATIVE", _argument("recipe"))
@@ -211,7 +212,7 @@ def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHan
             if value.source.rank is Rank.CODE:  # what it took from elsewhere is read there
                 layer.values[path] = Value(value.value, _argument("recipe"))
         layer.notes += [note.replace("NativeRecipeKwargs", "Accelerator") for note in short.code_only()]
-    if skip is not None and not (recipe is not None and not isinstance(recipe, str)):
+    if skip is not None and (short is None or short.recipe is None or isinstance(short.recipe, str)):
         layer.put(_FP8 + "skip", skip, _argument("skip"))
 
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from acceler8.config.availability import is_transformer_engine_available
 from acceler8.config.environment import current_environment, read_environment
+from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES
 from acceler8.config.schema import RECIPES
 from acceler8.config.sources import DEFAULT, Layer, Rank, Source, Value
 from acceler8.errors import ConfigError
 
 if TYPE_CHECKING:
-    from acceler8.recipes import Recipe
+    from acceler8.recipes import LayerRecipes, Recipe
 
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
 C = TypeVar("C", bound="SchemaHandler")
@@ -308,15 +309,18 @@ class NativeRecipeKwargs(RecipeHandler):
 
     ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip``. ``margin``,
     ``interval`` and ``amax_*`` belong to the recipe ``delayed``. ``fp8_format`` None: the recipe's own.
+    ``layer_recipes`` are ``"pattern=recipe"``, or a mapping, for single layers. A mapping as ``recipe`` is for all: a
+    layer that no pattern fits is in high precision; of names it becomes ``layer_recipes``, with a ``Recipe`` in it it
+    says everything.
     """
 
     BACKEND = "NATIVE"
     PATHS = _paths(
-        *("recipe", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
+        *("recipe", "layer_recipes", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
         *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales"),
     )
 
-    recipe: str | Recipe | None = None
+    recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None
     fp8_format: str | None = None
     margin: int | None = None
     interval: int | None = None
@@ -326,40 +330,64 @@ class NativeRecipeKwargs(RecipeHandler):
     use_autocast_during_eval: bool | None = None
     skip: Iterable[str] | None = None
     pow2_scales: bool | None = None
+    layer_recipes: Iterable[str] | Mapping[str, str | None] | None = None
 
     def __post_init__(self) -> None:
+        self._spread_mapping()
         if isinstance(self.skip, Iterable) and not isinstance(self.skip, str | list | tuple):
             self.skip = tuple(self.skip)
+        if isinstance(self.layer_recipes, Iterable) and not isinstance(self.layer_recipes, str | Mapping | list):
+            self.layer_recipes = tuple(self.layer_recipes)
         if self.skip is not None:
             ENTRIES["fp8_config.skip"].parse(self.skip, self._source("skip").where)
         if self.recipe is None or isinstance(self.recipe, str):
             self._resolve()
             return
         self._filled = {}
-        recipe = checked_recipe(self.recipe, self._source("recipe").where)
+        recipe = checked_recipes(self.recipe, self._source("recipe").where)
         if extra := [n for n in self.PATHS if n not in ("recipe", "skip") and getattr(self, n) is not None]:
             raise ConfigError(
                 f"{self._source(extra[0]).where}: got {getattr(self, extra[0])!r} beside a Recipe, which says it"
                 f" already; allowed: a Recipe and skip; change the Recipe with replace(), or name it: {recipe.name!r}"
             )
-        values, _ = recipe_values(recipe)
+        values = _object_values(recipe)
         if self.skip is not None:
             skip = ENTRIES["fp8_config.skip"].parse(self.skip, self._source("skip").where)
-            self.skip = values["skip"] = (*recipe.skip, *(skip or ()))
+            self.skip = values["skip"] = (*values["skip"], *(skip or ()))
         for name, value in values.items():
-            if name != "recipe":
+            if name not in ("recipe", "layer_recipes"):
                 self._fill(name, Value(value, self._source("recipe")))
+
+    def _spread_mapping(self) -> None:
+        """A mapping of names becomes ``layer_recipes`` that leave no layer to ``recipe``; else ``LayerRecipes``."""
+        if not isinstance(self.recipe, Mapping):
+            return
+        if self.layer_recipes is not None and not self.filled("layer_recipes"):
+            raise ConfigError(
+                f"{type(self).__name__} got recipe as a mapping and layer_recipes; allowed: one of them; move the"
+                " patterns into one"
+            )
+        mapping, self.recipe = self.recipe, recipe_object(self.recipe)
+        if self.recipe is None:
+            rest = {} if "*" in mapping else {"*": None}
+            path = self.PATHS["layer_recipes"]
+            self.layer_recipes = ENTRIES[path].parse({**mapping, **rest}, self._source("recipe").where)
 
     def layer(self) -> Layer:
         """The settings, those of a Recipe object under its name."""
+        self._spread_mapping()
         if self.recipe is None or isinstance(self.recipe, str):
             return super().layer()
         layer = Layer()
-        values, _ = recipe_values(self.to_recipe())
+        values = _object_values(checked_recipes(self.recipe, self._source("recipe").where))
+        if self.skip is not None:
+            values["skip"] = tuple(self.skip)
         # not parsed: a Recipe may have a name of its own, which no other route could say
-        layer.values[self.PATHS["recipe"]] = Value(values.pop("recipe"), self._source("recipe"))
+        names = ("recipe", "layer_recipes")
+        for name in names:
+            layer.values[self.PATHS[name]] = Value(values.pop(name, None), self._source("recipe"))
         for name, path in self.PATHS.items():  # it says everything: what it leaves out is not for another route to say
-            if name != "recipe":
+            if name not in names:
                 layer.values[path] = Value(None, self._source("recipe"))
                 layer.put(path, values.get(name), self._source("recipe"))
         return layer
@@ -370,16 +398,27 @@ class NativeRecipeKwargs(RecipeHandler):
         copied = {key: copy.deepcopy(value) for key, value in values.items() if not key.startswith("_")}
         return {**copied, "recipe": self.recipe}
 
-    def to_recipe(self) -> Recipe:
-        """The Recipe of these fields. Raises RecipeError for parts that contradict each other."""
+    def to_recipe(self) -> Recipe | LayerRecipes:
+        """What these fields run. Raises RecipeError for parts that contradict each other."""
+        from acceler8.recipes import Recipe
+
+        self._spread_mapping()
         if self.recipe is None or isinstance(self.recipe, str):
-            return build_recipe({name: getattr(self, name) for name in self.PATHS})
-        recipe = checked_recipe(self.recipe, self._source("recipe").where)
-        return recipe.replace(skip=tuple(self.skip)) if self.skip is not None else recipe
+            parsed = ENTRIES["fp8_config.layer_recipes"].parse(self.layer_recipes, self._source("layer_recipes").where)
+            return build_recipes({name: getattr(self, name) for name in self.PATHS} | {"layer_recipes": parsed})
+        recipe = checked_recipes(self.recipe, self._source("recipe").where)
+        if self.skip is None:
+            return recipe
+        skip = tuple(self.skip)
+        return recipe.replace(skip=skip) if isinstance(recipe, Recipe) else recipe.and_skip(skip)
 
     def code_only(self) -> list[str]:
         """A Recipe that is more than a name and settings."""
-        if self.recipe is None or isinstance(self.recipe, str) or recipe_values(self.recipe)[1]:
+        from acceler8.recipes import Recipe
+
+        if self.recipe is None or isinstance(self.recipe, str | Mapping):
+            return []
+        if isinstance(self.recipe, Recipe) and recipe_values(self.recipe)[1]:
             return []
         return _code_only(self, ("recipe",))
 
@@ -396,6 +435,30 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     recipe = recipes.get(name, formats=values.get("fp8_format"), **given)
     fprop, dgrad, wgrad = values.get("override_linear_precision") or (False, False, False)
     return recipe.with_gemms(fprop=not fprop, dgrad=not dgrad, wgrad=not wgrad)
+
+
+def build_recipes(values: Mapping[str, Any]) -> Recipe | LayerRecipes:
+    """As ``build_recipe``, with ``layer_recipes`` before the recipe of the other layers. Raises RecipeError."""
+    from acceler8.recipes import LayerRecipes
+
+    patterns = layer_patterns(values.get("layer_recipes"))
+    if not patterns:
+        return build_recipe(values)
+    found: list[tuple[str, Recipe | None]] = []
+    for pattern, word in patterns:
+        found.append((pattern, None if word == "none" else build_recipe({**values, "recipe": word})))
+    if all(pattern != "*" for pattern, _ in patterns):
+        found.append(("*", build_recipe(values)))
+    return LayerRecipes(tuple(found))
+
+
+def _object_values(recipe: Recipe | LayerRecipes) -> dict[str, Any]:
+    """What settings say of an object; of several recipes only which layers have which."""
+    from acceler8.recipes import Recipe
+
+    if isinstance(recipe, Recipe):
+        return recipe_values(recipe)[0]
+    return {"layer_recipes": tuple(f"{p}={r.name if r else 'none'}" for p, r in recipe.patterns), "skip": ()}
 
 
 def recipe_values(recipe: Recipe) -> tuple[dict[str, Any], bool]:
@@ -427,12 +490,26 @@ def recipe_values(recipe: Recipe) -> tuple[dict[str, Any], bool]:
     return values, False
 
 
-def checked_recipe(recipe: Any, where: str) -> Recipe:
-    """``recipe`` if it is one. Raises ConfigError."""
-    from acceler8.recipes import Recipe
+def recipe_object(recipe: Any) -> Any:
+    """What is more than names of recipes: a Recipe, or several by pattern if one of a mapping is; else None."""
+    from acceler8.recipes import LayerRecipes
 
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"{where}: got a {type(recipe).__name__}; allowed: {', '.join(RECIPES)}, or a Recipe")
+    if not isinstance(recipe, Mapping):
+        return None if recipe is None or isinstance(recipe, str) else recipe
+    names = {p: r.strip().lower() if isinstance(r, str) else r for p, r in recipe.items()}
+    made = LayerRecipes.of(names)  # or it says what is wrong
+    return None if all(r is None or isinstance(r, str) for r in names.values()) else made
+
+
+def checked_recipes(recipe: Any, where: str) -> Recipe | LayerRecipes:
+    """``recipe`` if it is a Recipe, or several by pattern. Raises ConfigError."""
+    from acceler8.recipes import LayerRecipes, Recipe
+
+    if not isinstance(recipe, Recipe | LayerRecipes):
+        raise ConfigError(
+            f"{where}: got a {type(recipe).__name__}; allowed: {', '.join(RECIPES)}, a Recipe, or a mapping of patterns"
+            " to such"
+        )
     return recipe
 
 

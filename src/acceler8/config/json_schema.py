@@ -9,7 +9,20 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from acceler8.config.kinds import FALSE, TRUE, Bool, Choice, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.config.kinds import (
+    FALSE,
+    TRUE,
+    Bool,
+    Choice,
+    Int,
+    LayerPatterns,
+    Names,
+    Number,
+    Table,
+    Text,
+    ThreeBools,
+    Words,
+)
 from acceler8.config.registry import ENTRIES, SECTIONS, Entry
 from acceler8.config.yaml_file import IGNORED
 
@@ -103,6 +116,13 @@ def _(kind: Text) -> list[dict[str, Any]]:
 @_forms.register
 def _(kind: Names) -> list[dict[str, Any]]:
     return [{"type": "array", "items": {"type": "string", "pattern": "^[^,]*$"}}, {"type": "string"}]
+
+
+@_forms.register
+def _(kind: LayerPatterns) -> list[dict[str, Any]]:
+    recipe: dict[str, Any] = {"anyOf": [_spellings(*kind.recipes), {"type": "null"}]}
+    one = {"type": "string", "pattern": "^[^,]*=[^,=]*$"}
+    return [{"type": "array", "items": one}, {"type": "object", "additionalProperties": recipe}, {"type": "string"}]
 
 
 @_forms.register

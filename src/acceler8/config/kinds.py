@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from acceler8.config.variables import objection
+from acceler8.errors import unknown_name
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
@@ -208,6 +209,52 @@ def _split(text: str) -> Any:
     if text[:1] + text[-1:] in ("()", "[]") and not set("()[]") & set(inner):
         text = inner  # the brackets are not those of a glob, such as [ab]*,*[cd]
     return [part.strip().strip("'\"") for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class LayerPatterns:
+    """Patterns of layer names with a recipe each, in order; ``none`` is high precision."""
+
+    words: tuple[str, ...]
+    """The recipes."""
+
+    @property
+    def allowed(self) -> str:
+        """The form."""
+        return f"a list of pattern=recipe, or a mapping, the first that fits decides; recipe: {', '.join(self.recipes)}"
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """What may stand behind a pattern."""
+        return (*self.words, "none")
+
+    def parse(self, raw: Any) -> tuple[str, ...]:
+        """A list of ``pattern=recipe``, one text with commas, or a mapping (in a text as JSON)."""
+        if isinstance(raw, str) and raw.strip().startswith("{"):
+            with contextlib.suppress(ValueError):
+                raw = json.loads(raw)
+        if isinstance(raw, Mapping):
+            raw = [f"{_checked_text(p)}={'none' if recipe is None else recipe}" for p, recipe in raw.items()]
+        found: dict[str, str] = {}
+        for text in Names().parse(raw):
+            pattern, sign, word = (part.strip() for part in text.rpartition("="))
+            if not pattern or not sign:
+                raise RefusedError(f"got {text!r:.80}; allowed: pattern=recipe, such as *.mlp.*=tensorwise")
+            if word.lower() not in self.recipes:
+                raise RefusedError(f"pattern {pattern!r:.60}: {unknown_name('recipe', word, self.recipes)}")
+            if pattern in found:
+                raise RefusedError(f"got the pattern {pattern!r:.60} twice; the first would decide: leave one out")
+            found[pattern] = word.lower()
+        return tuple(f"{pattern}={word}" for pattern, word in found.items())
+
+    def text(self, value: tuple[str, ...]) -> str:
+        """As ``Names``."""
+        return Names().text(value)
+
+
+def layer_patterns(value: tuple[str, ...] | None) -> list[tuple[str, str]]:
+    """``(pattern, recipe)`` of a value of ``LayerPatterns``, in order."""
+    return [(pattern, word) for pattern, _, word in (text.rpartition("=") for text in value or ())]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,20 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from acceler8.config.kinds import Bool, Choice, GpuIds, Host, Int, Names, Number, Text, ThreeBools, Variables, Words
+from acceler8.config.kinds import (
+    Bool,
+    Choice,
+    GpuIds,
+    Host,
+    Int,
+    LayerPatterns,
+    Names,
+    Number,
+    Text,
+    ThreeBools,
+    Variables,
+    Words,
+)
 from acceler8.config.setting import Setting
 
 BACKENDS = ("NATIVE", "AO", "TE", "MSAMP")
@@ -67,6 +80,16 @@ class Fp8Config(Section):
             ask="Which recipe?",
             backends=("NATIVE",),
             defaults={"NATIVE": "rowwise"},
+        ),
+    ] = None
+    layer_recipes: A[
+        tuple[str, ...] | None,
+        _fp8(
+            "layer_recipes",
+            kind=LayerPatterns(RECIPES),
+            help="Recipes of single layers, by pattern (as in skip); a layer that none fits has recipe.",
+            backends=("NATIVE",),
+            defaults={"NATIVE": ()},
         ),
     ] = None
     skip: A[

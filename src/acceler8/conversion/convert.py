@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,15 +19,21 @@ from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
 from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
 from acceler8.nn.model_state import ATTRIBUTE
-from acceler8.recipes import Recipe
+from acceler8.recipes import LayerRecipes, Recipe
+from acceler8.recipes.layers import recipe_of_layer
 from acceler8.scaling import StepClock
 
 
-def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock: StepClock | None = None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    plan: Plan | str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None,
+    *,
+    clock: StepClock | None = None,
+) -> nn.Module:
     """Make the layers that ``plan`` names FP8, in place, and return the same model.
 
-    Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be a recipe or
-    its name; then the plan is made here. ``clock`` shares a step clock among several models.
+    Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be what ``plan()``
+    takes as a recipe; then the plan is made here. ``clock`` shares a step clock among several models.
     Raises: PlanError if the model is converted already or is not the one that was planned (what differs is
         named); nothing is changed then.
     """
@@ -36,8 +42,8 @@ def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock:
     check_is_plain(model)
     engine = backends.get(plan.backend)
     layers = _planned_layers(model, plan)
-    for name, module in layers:
-        if reason := engine.refuses(module, plan.recipe):
+    for name, module, recipe in layers:
+        if reason := engine.refuses(module, recipe):
             raise PlanError(f"layer {name!r} cannot become FP8 any more: {reason}; plan the model again")
     named = dict(model.named_parameters(remove_duplicate=False))
     state = ModelState(
@@ -48,13 +54,13 @@ def convert(model: nn.Module, plan: Plan | str | Recipe | None = None, *, clock:
         requires_grad={name: p.requires_grad for name, p in named.items()},
         dtypes={name: p.dtype for name, p in named.items()},
     )
-    engine.convert_layers(layers, plan.recipe, state)
+    engine.convert_layers(layers, state)
     model.__dict__[ATTRIBUTE] = state
     return model
 
 
-def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    """``(name, module)`` of the rows that become FP8, once every row is known to fit the model."""
+def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Recipe]]:
+    """``(name, module, recipe)`` of the rows that become FP8, once every row is known to fit the model."""
     found = {row_name(name): (name, module, weights) for name, module, weights in matrix_modules(model)}
     kind = type(model).__name__
     if missing := [row.name for row in plan.rows if row.name not in found]:
@@ -69,7 +75,10 @@ def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]
         if shape != row.shape:
             raise PlanError(f"layer {row.name!r} has shape {shape}, the plan says {row.shape}; plan the model again")
         if row.is_fp8:
-            layers.append((name, module))
+            _, recipe = recipe_of_layer(plan.recipe, name)
+            if recipe is None:
+                raise PlanError(f"layer {row.name!r} is planned FP8 and the plan's recipes leave it; plan it again")
+            layers.append((name, module, recipe))
     return layers
 
 

@@ -7,19 +7,13 @@ The first and last matrix of a model and everything tied to them are where FP8 c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 
 from torch import nn
 
+from acceler8.recipes.layers import matches
+
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score", "head", "qa_outputs")
 Filter = Callable[[str, nn.Module], bool]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """True if ``pattern`` is the name, a dotted suffix or prefix of it, or a glob that fits it."""
-    if any(c in pattern for c in "*?["):
-        return fnmatchcase(name, pattern)
-    return name == pattern or name.endswith("." + pattern) or name.startswith(pattern + ".")
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:

@@ -12,6 +12,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from acceler8.errors import PlanError
 from acceler8.nn import find_state, fp8_layers
 
+ROOT = "(root)"
+
 
 def check_is_plain(model: nn.Module) -> None:
     """Raise PlanError unless nothing in ``model`` is converted and every parameter has its shape."""
@@ -48,4 +50,9 @@ def largest_shape(weights: list[torch.Tensor]) -> tuple[int, ...]:
 
 def row_name(name: str) -> str:
     """The name that a plan's row shows; the model itself has none."""
-    return name or "(root)"
+    return name or ROOT
+
+
+def module_name(row: str) -> str:
+    """Inverse of ``row_name``."""
+    return "" if row == ROOT else row

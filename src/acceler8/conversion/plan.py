@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import nn
 from acceler8 import backends
 from acceler8.backends.native import plain_type
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
-from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, row_name
+from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.errors import PlanError, unknown_name
-from acceler8.recipes import Recipe, resolve
+from acceler8.recipes import LayerRecipes, Recipe
+from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
 
 LOW_COVERAGE = 0.1
 _SHOWN = 40  # names in an error message
@@ -42,6 +43,8 @@ class PlanRow:
     flops_per_token: int
     is_fp8: bool
     reason: str
+    recipe: str = ""
+    """Name of the layer's recipe; empty in high precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class Plan:
     """Printable, JSON-able description of a conversion; ``convert`` carries it out."""
 
     model: str
-    recipe: Recipe
+    recipe: Recipe | LayerRecipes
     backend: str
     device: str
     rows: tuple[PlanRow, ...]
@@ -78,6 +81,17 @@ class Plan:
     def fp8_names(self) -> tuple[str, ...]:
         """Names of the layers that become FP8."""
         return tuple(row.name for row in self.rows if row.is_fp8)
+
+    @property
+    def recipes_said(self) -> str:
+        """The recipe's name; with several, how many layers each has: ``tensorwise (4 layers), rowwise (8 layers)``."""
+        if isinstance(self.recipe, Recipe):
+            return self.recipe.name
+        counts: dict[str, int] = {}
+        for row in self.rows:
+            if row.is_fp8:
+                counts[row.recipe] = counts.get(row.recipe, 0) + 1
+        return ", ".join(f"{name} ({n} layer{'s' * (n > 1)})" for name, n in counts.items()) or self.recipe.name
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` restores an equal plan."""
@@ -110,7 +124,7 @@ class Plan:
         return cls(
             **{
                 **data,
-                "recipe": Recipe.from_dict(data["recipe"]),
+                "recipe": recipe_from_dict(data["recipe"]),
                 "totals": totals,
                 "notes": tuple(data["notes"]),
                 "warnings": tuple(data["warnings"]),
@@ -124,7 +138,7 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None,
     backend: str = "native",
     *,
     skip: Iterable[str] | None = None,
@@ -132,18 +146,23 @@ def plan(
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
-    ``recipe`` is a name or a Recipe (default ``rowwise``). ``skip`` names layers to leave: a name, a dotted
-    prefix or suffix, or a glob; added to the recipe's own. ``filter_fn(name, module)`` False leaves a layer
-    too. Left by default: output heads, tied weights, dimensions that are not multiples of 16, subclasses of
-    nn.Linear. The model may be on the meta device.
-    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name that fits no layer
-        (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
+    ``recipe`` is a name or a Recipe (default ``rowwise``), or a mapping of patterns of layer names to such, of which
+    the first that fits a layer decides; None, and a layer that none fits, is high precision. ``skip`` names layers to
+    leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
+    ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
+    are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device.
+    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name or pattern that fits no
+        layer (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
     """
-    recipe = resolve(recipe)
+    recipe = resolve_layers(recipe)
     engine = backends.get(backend)
     check_is_plain(model)
-    patterns = (*recipe.skip, *_skip_patterns(skip))
-    _check_patterns(patterns, [name for name, _ in model.named_modules()])
+    skip = _skip_patterns(skip)
+    modules = [name for name, _ in model.named_modules()]
+    _check_patterns((*_skip_of(recipe), *skip), modules, "skip names")
+    if isinstance(recipe, LayerRecipes):
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        _check_patterns([pattern for pattern, _ in recipe.patterns], linears, "recipe has the pattern")
     heads = output_heads(model)
     owners = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
 
@@ -155,21 +174,24 @@ def plan(
     rows = []
     for name, module, weights in matrix_modules(model):
         reason = None
+        decides, own = recipe_of_layer(recipe, name)
         if not isinstance(module, nn.Linear):
             reason = f"{plain_type(module).__name__} is not nn.Linear"
-        elif pattern := first_match(name, patterns):
+        elif pattern := first_match(name, (*(own.skip if own else ()), *skip)):
             reason = f"skipped by name ({pattern})"
+        elif own is None:
+            reason = f"high precision by recipe ({decides})" if decides else "no pattern of the recipe fits it"
         elif id(module) in heads:
             reason = heads[id(module)]
         elif tied := ties.get(f"{name}.weight".lstrip(".")):
             reason = f"weight tied with {tied[0]}"
-        elif refusal := engine.refuses(module, recipe):
+        elif refusal := engine.refuses(module, own):
             reason = refusal
         elif filter_fn is not None and not filter_fn(name, module):
             reason = "left by filter_fn"
-        elif not _what_is_fp8(recipe, weights[0].requires_grad):
+        elif not _what_is_fp8(own, weights[0].requires_grad):
             reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
-        rows.append(_row(name, module, weights, reason, recipe))
+        rows.append(_row(name, module, weights, reason, own))
     return _finish(model, recipe, engine, rows)
 
 
@@ -179,8 +201,14 @@ def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(skip or ())
 
 
-def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
-    """Raise PlanError for a pattern that fits no module, naming the nearest: a path if it is one, else a last part."""
+def _skip_of(recipe: Recipe | LayerRecipes) -> tuple[str, ...]:
+    if isinstance(recipe, Recipe):
+        return recipe.skip
+    return tuple(dict.fromkeys(name for _, own in recipe.patterns if own for name in own.skip))
+
+
+def _check_patterns(patterns: Iterable[str], names: list[str], says: str) -> None:
+    """Raise PlanError for a pattern that fits no name; the nearest is said: a path if it is one, else a last part."""
     for pattern in patterns:
         if any(first_match(name, (pattern,)) for name in names):
             continue
@@ -190,10 +218,12 @@ def _check_patterns(patterns: Iterable[str], names: list[str]) -> None:
         near = difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")
-        raise PlanError(f"skip names {pattern!r}, which fits no layer{hint} there are: {shown}")
+        raise PlanError(f"{says} {pattern!r}, which fits no layer{hint} there are: {shown}")
 
 
-def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str | None, recipe: Recipe) -> PlanRow:
+def _row(
+    name: str, module: nn.Module, weights: list[torch.Tensor], reason: str | None, recipe: Recipe | None
+) -> PlanRow:
     count = sum(w.numel() for w in weights)
     own = module.parameters(recurse=hasattr(module, "parametrizations"))
     trained = any(w.requires_grad for w in weights)
@@ -204,8 +234,9 @@ def _row(name: str, module: nn.Module, weights: list[torch.Tensor], reason: str 
         dtype=str(weights[0].dtype).removeprefix("torch."),
         parameters=sum(p.numel() for p in own),
         flops_per_token=(6 if trained else 4) * count,
-        is_fp8=reason is None,
-        reason=reason or _what_is_fp8(recipe, trained),
+        is_fp8=reason is None and recipe is not None,
+        reason=reason or (_what_is_fp8(recipe, trained) if recipe else ""),
+        recipe=recipe.name if recipe and reason is None else "",
     )
 
 
@@ -222,7 +253,42 @@ def _what_is_fp8(recipe: Recipe, trained: bool) -> str:
     return said if trained or not said else f"{said} (frozen: no wgrad)"
 
 
-def _finish(model: nn.Module, recipe: Recipe, engine: backends.Backend, rows: list[PlanRow]) -> Plan:
+def _used(recipe: Recipe | LayerRecipes, rows: list[PlanRow]) -> list[Recipe]:
+    """The recipes of the rows that become FP8, each once; a single one even if none does."""
+    if isinstance(recipe, Recipe):
+        return [recipe]
+    found = [recipe.find(module_name(row.name))[1] for row in rows if row.is_fp8]
+    return list(dict.fromkeys(own for own in found if own is not None))
+
+
+def _idle_patterns(recipe: Recipe | LayerRecipes, rows: list[PlanRow]) -> list[str]:
+    """A warning for each pattern with a recipe that makes no layer FP8, with why. The last ``*`` may be for nothing."""
+    warnings = []
+    for pattern, own in recipe.patterns if isinstance(recipe, LayerRecipes) else ():
+        fits = [row for row in rows if matches(module_name(row.name), pattern)]
+        decided = [row for row in fits if recipe_of_layer(recipe, module_name(row.name))[0] == pattern]
+        if not decided and pattern != "*":
+            warnings.append(
+                f"pattern {pattern!r} decides no layer: patterns before it fit all that it fits; move it up"
+            )
+        elif decided and own is not None and not any(row.is_fp8 for row in decided):
+            why = "; ".join(dict.fromkeys(row.reason for row in decided))
+            warnings.append(f"pattern {pattern!r} (recipe {own.name}) makes no layer FP8: {why}")
+    return warnings
+
+
+def _notes(
+    recipe: Recipe | LayerRecipes, engine: backends.Backend, device: torch.device, used: list[Recipe]
+) -> list[str]:
+    """What the recipes and the backend say; of several recipes, which one says it."""
+    notes = []
+    for own in used:
+        notes += [note if isinstance(recipe, Recipe) else f"{own.name}: {note}" for note in own.notes]
+        notes += engine.notes(own, device) if device.type != "meta" else []
+    return list(dict.fromkeys(notes))
+
+
+def _finish(model: nn.Module, recipe: Recipe | LayerRecipes, engine: backends.Backend, rows: list[PlanRow]) -> Plan:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     fp8 = [row for row in rows if row.is_fp8]
@@ -234,7 +300,7 @@ def _finish(model: nn.Module, recipe: Recipe, engine: backends.Backend, rows: li
         fp8_flops_per_token=sum(row.flops_per_token for row in fp8),
         flops_per_token=sum(row.flops_per_token for row in rows),
     )
-    warnings = []
+    warnings = _idle_patterns(recipe, rows)
     if totals.flops_share < LOW_COVERAGE:
         why: dict[str, int] = {}
         for row in rows:
@@ -245,7 +311,7 @@ def _finish(model: nn.Module, recipe: Recipe, engine: backends.Backend, rows: li
             f"FP8 would cover {totals.flops_share:.0%} of the matrix FLOPs ({len(fp8)} of {len(rows)} layers), so"
             f" training would run almost as before. Why: {worst or 'the model has no weight matrices'}"
         )
-    notes = [*recipe.notes, *(engine.notes(recipe, device) if device.type != "meta" else [])]
+    notes = _notes(recipe, engine, device, _used(recipe, rows))
     return Plan(
         model=type(model).__name__,
         recipe=recipe,
@@ -265,16 +331,12 @@ def render(plan: Plan, width: int = 120) -> str:
 
     t = plan.totals
     table = Table(title=f"FP8 plan: {plan.model}, recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}")
-    for column, justify in (
-        ("layer", "left"),
-        ("type", "left"),
-        ("shape", "right"),
-        ("FP8", "left"),
-        ("why", "left"),
-    ):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    has_several = not isinstance(plan.recipe, Recipe)  # else the title says it
+    for column in ("layer", "type", "shape", "FP8", *(("recipe",) if has_several else ()), "why"):
+        table.add_column(column, justify="right" if column == "shape" else "left", overflow="fold")
     for row in plan.rows:
-        table.add_row(row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no", row.reason)
+        cells = [row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no"]
+        table.add_row(*cells, *((row.recipe,) if has_several else ()), row.reason)
     out = io.StringIO()
     # names and reasons hold brackets and colons, which are not markup
     console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acceler8.conversion.layers import module_name
 from acceler8.errors import VerifyError, unknown_name
 from acceler8.functional import WeightCodes, linear
 from acceler8.kernels import Quantized, quantize
@@ -82,7 +83,7 @@ def verify(
 def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
     layers = {layer._acceler8_layer.name: layer for _, layer in fp8_layers(model)}
     live = set(layers)
-    planned = {"" if name == "(root)" else name for name in state.plan.fp8_names}
+    planned = {module_name(name) for name in state.plan.fp8_names}
     bad = [f"layer {n!r} is planned FP8 but is not; convert the model again" for n in sorted(planned - live)]
     bad += [
         f"layer {n!r} does not run in FP8: its forward was replaced on the instance after conversion"

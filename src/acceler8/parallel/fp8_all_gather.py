@@ -279,7 +279,7 @@ def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
     layers = [(name, layer) for name, layer in fp8_layers(model) if isinstance(layer.weight, DTensor)]
     _check(model, layers)
     first: Any = layers[0][1]
-    gather = Fp8AllGather(layers, first._acceler8_layer.recipe, first.weight.device_mesh)
+    gather = Fp8AllGather(layers, _one_recipe(layers), first.weight.device_mesh)
     for (_, layer), weight in zip(layers, gather.weights, strict=True):
         own = layer._acceler8_layer
         state.codes[:] = [weight.codes if codes is own.codes else codes for codes in state.codes]
@@ -288,6 +288,20 @@ def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
     model.register_forward_pre_hook(gather._before_forward, prepend=True)  # ahead of FSDP2's own, which gathers
     state.attached.insert(0, gather)  # restore() asks it to leave, before it changes anything
     return gather
+
+
+def _one_recipe(layers: list[tuple[str, Fp8Linear]]) -> Recipe:
+    """The recipe by whose weight cast all layers can travel. Raises: PlanError if they differ in it."""
+    name, layer = layers[0]
+    first = layer._acceler8_layer.recipe
+    for other, module in layers[1:]:
+        own = module._acceler8_layer.recipe
+        if (*_weight_cast(own), own.pow2_scales) != (*_weight_cast(first), first.pow2_scales):
+            raise PlanError(
+                f"{name!r} casts its weight by recipe {first.name!r} and {other!r} by {own.name!r}; allowed for FP8"
+                " all-gather: one cast for all weights; plan with one recipe, or leave the all-gather in high precision"
+            )
+    return first
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Fp8Linear]]) -> None:
