@@ -4,7 +4,7 @@ python examples/complete_nlp_example.py --checkpointing_steps 100 --with_trackin
 python examples/complete_nlp_example.py --project_dir runs/reviews --resume_from_checkpoint runs/reviews/step_100
 python examples/complete_nlp_example.py --data mrpc FOLDER     # Microsoft's train.tsv and test.tsv
 
-Model and data: see nlp_example.py. On the CPU a resumed run ends with the weights of one that did not stop, to the bit.
+Model and data: see nlp_example.py.
 """
 
 from __future__ import annotations

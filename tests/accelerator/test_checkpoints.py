@@ -535,3 +535,22 @@ def test_deterministic_asks_torch_and_says_what_a_gpu_needs(monkeypatch):
         _make_deterministic(torch.device("cuda"), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_skipping_batches_after_a_resume_leaves_the_next_epoch_whole(tmp_path):
+    """The way of scripts written for Accelerate, which place themselves in the epoch."""
+
+    def start():
+        accelerator = Accelerator(cpu=True)
+        data = torch.utils.data.TensorDataset(torch.arange(6.0)[:, None])
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=1))
+
+    accelerator, loader = start()
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    accelerator.save_state(tmp_path / "state")
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "state")
+    assert [int(batch[0]) for batch in accelerator.skip_first_batches(loader, 2)] == [2, 3, 4, 5]
+    assert [int(batch[0]) for batch in loader] == [0, 1, 2, 3, 4, 5]

@@ -136,6 +136,7 @@ def test_classifier_in_two_processes(tmp_path, small):
 
 
 @needs_minilm
+@pytest.mark.slow
 def test_minilm(tmp_path, reviews):
     flags = ["--device", "cpu", "--data", "vader", reviews, "--steps", 2, "--batch", 8]
     assert accuracies(run(tmp_path, "nlp_example.py", *flags, "--mixed_precision", "fp8"))

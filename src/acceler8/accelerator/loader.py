@@ -276,6 +276,8 @@ class AcceleratedLoader:
         if self._resume is None:
             return
         self._resume = self._resume_point = None
+        if hasattr(self.loader, "next_iter_state"):  # torchdata's StatefulDataLoader keeps what it was given there
+            self.loader.next_iter_state = None
         for part in (self.batches, self.reader):
             if part is not None:
                 part.resume_from = None
