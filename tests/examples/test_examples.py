@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers", reason="the examples need transformers")
 
@@ -110,6 +112,39 @@ def test_classifier_of_pairs(tmp_path, small):
         (tmp_path / name).write_text(head + "".join(rows), encoding="utf-8")
     pairs = [*small, "--data", "mrpc", tmp_path]
     assert accuracies(run(tmp_path, "complete_nlp_example.py", *pairs, "--steps", 2))
+
+
+@pytest.mark.slow
+def test_resumed_classifier_ends_with_the_same_weights(tmp_path, small):
+    flags = [*small, "--steps", 4, "--mixed_precision", "fp8", "--gradient_accumulation_steps", 2]
+    flags += ["--checkpointing_steps", 2, "--with_tracking", "--project_dir"]
+    run(tmp_path, "complete_nlp_example.py", *flags, "whole")
+    text = run(tmp_path, "complete_nlp_example.py", *flags, "second", "--resume_from_checkpoint", "whole/step_2")
+    assert text.startswith("resumed at step 2")
+    assert not (tmp_path / "second" / "step_2").exists()
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        whole, second = (load_file(tmp_path / run / "step_4" / name) for run in ("whole", "second"))
+        assert all(whole[key].equal(second[key]) for key in whole), name
+        assert len(whole) == len(second) > 10
+    before, after = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "second")
+    )
+    assert [line["values"] for line in after if line["step"] > 2] == [
+        line["values"] for line in before if line["step"] > 2
+    ]
+
+
+@pytest.mark.slow
+def test_resumed_after_an_epoch(tmp_path, small):
+    flags = [*small, "--batch", 48, "--steps", 7, "--checkpointing_steps", "epoch", "--project_dir"]
+    whole = run(tmp_path, "complete_nlp_example.py", *flags, "whole")
+    resumed = run(tmp_path, "complete_nlp_example.py", *flags, "rest", "--resume_from_checkpoint", "whole/epoch_1")
+    assert "step 3, epoch 1" in whole
+    assert accuracies(whole)[1:] == accuracies(resumed)
+    assert sorted(path.name for path in (tmp_path / "rest").iterdir()) == ["epoch_2"]
+    weights = [load_file(tmp_path / run / "epoch_2" / "model.safetensors") for run in ("whole", "rest")]
+    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
 
 
 def test_language_model(tmp_path):
