@@ -228,10 +228,29 @@ def _check_patterns(patterns: Iterable[str], names: list[str], says: str) -> Non
         last = {name.rpartition(".")[2] for name in names}
         parts = sorted(part for part in last if part and not part.isdigit())
         pool = parts if parts and "." not in pattern else [name for name in names if name]
-        near = difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        near = _nearest(pattern, pool if "." not in pattern else _paths(names), names)
+        hint = f"; did you mean {near!r}?" if near else ";"
         shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")
         raise PlanError(f"{says} {pattern!r}, which fits no layer{hint} there are: {shown}")
+
+
+def _paths(names: list[str]) -> list[str]:
+    """The names and every path above them."""
+    split = [name.split(".") for name in names if name]
+    return list(dict.fromkeys(".".join(parts[:end]) for parts in split for end in range(1, len(parts) + 1)))
+
+
+def _nearest(pattern: str, pool: list[str], names: list[str]) -> str | None:
+    """The nearest name of the pool; else the pattern with its mistyped parts replaced, if that fits a name."""
+    if near := difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5):
+        return near[0]
+    known = sorted({part for name in names for part in name.split(".")})
+    parts = []
+    for part in pattern.split("."):
+        is_right = part in known or any(c in part for c in "*?[")
+        parts += [part] if is_right else (difflib.get_close_matches(part, known, n=1, cutoff=0.5) or [part])
+    mended = ".".join(parts)
+    return mended if any(matches(name, mended) for name in names) else None
 
 
 def _row(
