@@ -17,6 +17,7 @@ from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.nn import fp8_layers
+from acceler8.utils import NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
 
@@ -77,6 +78,25 @@ def test_other_precisions_resume_bit_for_bit(tmp_path, precision):
     second = Run(1, precision=precision)
     assert second.load(tmp_path / "c").reset == ()
     assert losses + second.train(5) == expected
+
+
+@pytest.mark.parametrize("steps", ["3:", ":3", "1:4"])
+@pytest.mark.parametrize("stop", [4, 6, 7])  # before, at and behind the boundary of a window of micro-batches
+def test_a_resume_goes_on_in_the_schedule(tmp_path, steps, stop):
+    def run(seed):
+        handler = NativeRecipeKwargs(recipe="delayed", fp8_steps=steps)
+        return Run(seed, recipe=None, kwargs_handlers=[handler])
+
+    whole = run(0)
+    expected = whole.train(14)
+    first = run(0)
+    losses = first.train(stop)
+    first.save(tmp_path / "c")
+    second = run(1)
+    assert second.load(tmp_path / "c").reset == ()
+    assert losses + second.train(14 - stop) == expected
+    assert_same(second.everything(), whole.everything())
+    assert expected != Run(0).train(14)
 
 
 def test_a_resume_says_which_layers_had_another_recipe(tmp_path):

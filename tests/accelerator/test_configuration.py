@@ -320,7 +320,7 @@ def test_recipe_objects_by_pattern_run_as_they_are() -> None:
         prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
         assert recipes_of(prepared) == ["mine", "tensorwise", None]
         keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
-        assert keys == ["mixed_precision", "backend", "layer_recipes", "skip"]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "skip"]
 
 
 def test_errors_of_recipes_by_pattern() -> None:
@@ -330,3 +330,62 @@ def test_errors_of_recipes_by_pattern() -> None:
         Accelerator("bf16", cpu=True, recipe={"0": "rowwise"})
     with pytest.raises(Acceler8Error, match="recipe has the pattern 'mpl', which fits no layer"):
         Accelerator("fp8", cpu=True, recipe={"mpl": "rowwise", "*": "tensorwise"}).prepare(model())
+
+
+# --- a window of steps
+
+
+def test_fp8_steps_run_from_every_route(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: fp8\nfp8_config:\n  fp8_steps: '1:3'\n")
+    accelerators = [
+        Accelerator(cpu=True, config_file=file),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_steps="1:3")]),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(recipes.get("delayed"), fp8_steps="1:3")]),
+    ]
+    monkeypatch.setenv("ACCELERATE_FP8_STEPS", "1:3")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    accelerators += [Accelerator(cpu=True), Accelerator(cpu=True, recipe=recipes.get("rowwise"))]
+    accelerators += [Accelerator(cpu=True, recipe={"0": recipes.get("rowwise"), "*": "delayed"})]
+    for accelerator in accelerators:
+        prepared = accelerator.prepare(model())
+        schedule = state_of(prepared).schedule
+        seen = []
+        for _ in range(4):
+            seen.append(schedule.is_on)
+            accelerator.clock.tick()
+        assert seen == [False, True, True, False]
+        assert str(accelerator.plan.fp8_steps) == "1:3"
+    assert state_of(Accelerator("fp8", cpu=True, config_file=None).prepare(model())).schedule is not None
+
+
+def test_the_report_says_the_window_and_where_the_run_is() -> None:
+    accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_steps="1:")])
+    accelerator.prepare(model())
+    said = "FP8 only in steps from 1 on, counted from 0; step {}, the next, is in {}"
+    assert said.format(0, "high precision") in str(accelerator.fp8_report())
+    accelerator.clock.tick()
+    assert said.format(1, "FP8") in str(accelerator.fp8_report())
+    assert report_line(accelerator, "fp8_steps") == "fp8_steps = 1: code NativeRecipeKwargs(fp8_steps=)"
+    plain = Accelerator("fp8", cpu=True)
+    plain.prepare(model())
+    assert "FP8 only" not in str(plain.fp8_report())
+    assert report_line(plain, "fp8_steps") == "fp8_steps = : default"
+
+
+def test_a_window_that_is_none_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"NativeRecipeKwargs\(fp8_steps=\): fp8_steps got '10'; allowed: START:STOP"):
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_steps="10")])
+    with pytest.raises(ConfigError, match="fp8_steps got 5:5, which holds no step"):
+        NativeRecipeKwargs(fp8_steps="5:5")
+
+
+def test_a_model_converted_by_hand_follows_the_accelerators_steps() -> None:
+    hand = model()
+    acceler8.convert(hand, acceler8.plan(hand, fp8_steps="2:"))
+    accelerator = Accelerator("fp8", cpu=True)
+    accelerator.prepare(hand)
+    accelerator.clock.tick()
+    assert not state_of(hand).schedule.is_on
+    accelerator.clock.ticks = 2  # as a resume does
+    assert state_of(hand).schedule.is_on

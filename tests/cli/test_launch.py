@@ -26,6 +26,7 @@ seen = {
     "ao": AORecipeKwargs().to_dict(),
     "msamp": MSAMPRecipeKwargs().to_dict(),
     "native": NativeRecipeKwargs().to_recipe().to_dict(),
+    "fp8_steps": NativeRecipeKwargs().fp8_steps,
 }
 if a is not None:
     seen |= {
@@ -60,7 +61,10 @@ TE = {
     "amax_compute_algo": "max", "override_linear_precision": [False, True, True], "use_mxfp8_block_scaling": True,
 }  # fmt: skip
 OTHERS = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "opt_level": "O3"}
-NATIVE = {"recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True}
+NATIVE = {
+    "recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True, "fp8_steps": "5:900",
+    "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
+}  # fmt: skip
 
 
 def as_flags(settings: dict[str, object]) -> list[str]:
@@ -99,7 +103,12 @@ def test_every_setting_of_every_recipe_reaches_a_launched_script(tmp_path, route
         "enable_fsdp_float8_all_gather": False,
     }
     assert got["msamp"]["opt_level"] == "O3"
-    native = got["native"]
+    assert got["fp8_steps"] == "5:900"
+    patterns = dict(got["native"]["layers"])
+    assert [*patterns] == ["*.mlp.*", "layers.1", "*"]
+    assert patterns["*.mlp.*"]["name"] == "tensorwise"
+    assert patterns["layers.1"] is None
+    native = patterns["*"]
     assert (native["name"], native["skip"], native["pow2_scales"], native["eval"]) == (
         "delayed", ["lm_head", "layers.0.*"], True, "fp8",
     )  # fmt: skip

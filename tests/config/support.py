@@ -18,6 +18,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Steps,
     Table,
     Text,
     ThreeBools,
@@ -60,6 +61,10 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.lists(pairs, max_size=3, unique_by=lambda pair: pair[0]).map(
                 lambda found: tuple(f"{pattern}={recipe}" for pattern, recipe in found)
             )
+        case Steps():
+            ends = st.none() | st.integers(1, 10**9)
+            windows = st.tuples(ends, ends).filter(lambda w: None in w or w[0] < w[1])
+            return windows.map(lambda w: ":".join("" if end is None else str(end) for end in w))
         case Words():
             return st.permutations(kind.words).flatmap(
                 lambda words: st.integers(1, len(words)).map(lambda count: tuple(words[:count]))

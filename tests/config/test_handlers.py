@@ -132,7 +132,10 @@ def test_a_field_that_is_changed_later_is_given_in_code_and_checked() -> None:
         (lambda: AORecipeKwargs(pad_inner_dim="si"), r"AORecipeKwargs\(pad_inner_dim=\).*allowed: true, false"),
         (lambda: AORecipeKwargs(module_filter_func=3), "allowed: a function of a module and its name"),
         (lambda: NativeRecipeKwargs(recipe="rowwize"), r"NativeRecipeKwargs\(recipe=\).*allowed: tensorwise, rowwise"),
-        (lambda: NativeRecipeKwargs(recipe=3), "got a int; allowed: .*, a Recipe, or a mapping of patterns"),
+        (
+            lambda: NativeRecipeKwargs(recipe=3),
+            "got a int; allowed: tensorwise, .*, a Recipe, or a mapping of patterns",
+        ),
         (lambda: NativeRecipeKwargs(recipe=recipes.get(), margin=1), "beside a Recipe, which says it already"),
     ],
 )

@@ -9,7 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acceler8.config import ENTRIES
-from acceler8.config.kinds import Bool, Choice, GpuIds, Host, Int, Names, Number, Table, Text, ThreeBools, Words
+from acceler8.config.kinds import (
+    Bool,
+    Choice,
+    GpuIds,
+    Host,
+    Int,
+    Names,
+    Number,
+    Steps,
+    Table,
+    Text,
+    ThreeBools,
+    Words,
+)
 from tests.config.support import values_of
 
 TAKEN = [
@@ -24,6 +37,8 @@ TAKEN = [
     (Choice(("TE", "NO")), "te", "TE"),
     (Choice(("TE", "NO")), False, "NO"),
     (Text(), 0, "0"),
+    (Steps(), " 10 : 20", "10:20"),
+    (Steps(), "0:", ":"),
     (Host(), "10.0.0.1", "10.0.0.1"),
     (Host(), "fe80::1", "fe80::1"),
     (GpuIds(), "ALL", "all"),
@@ -70,6 +85,8 @@ REFUSED = [
     (Text(), "a\0b"),
     (Text(), "a\udc80"),
     (Text(), ["a"]),
+    (Steps(), 10),
+    (Steps(), ["1", "2"]),
     (Host(), "http://host"),
     (Host(), "1.2.3"),
     (Host(), "-a"),

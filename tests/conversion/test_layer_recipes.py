@@ -143,3 +143,18 @@ def test_a_single_layer_has_no_name_and_every_glob_fits_it():
     layer = acceler8.convert(nn.Linear(32, 32), {"*": "tensorwise"})
     assert isinstance(layer, Fp8Linear)
     assert layer._acceler8_layer.recipe.name == "tensorwise"
+
+
+def test_a_mistyped_part_of_a_glob_is_mended():
+    with pytest.raises(PlanError, match=r"pattern '\*\.donw', which fits no layer; did you mean '\*\.down'\?"):
+        acceler8.plan(Blocks(), {"*.donw": "rowwise", "*": "tensorwise"})
+
+
+def test_a_block_is_named_by_its_whole_path():
+    model = nn.ModuleDict({"model": Blocks()})
+    with pytest.raises(
+        PlanError, match=r"the pattern 'blocks\.0', which fits no layer; did you mean 'model\.blocks\.0'\?"
+    ):
+        acceler8.plan(model, {"blocks.0": None, "*": "rowwise"})
+    said = rows(acceler8.plan(model, {"model.blocks.0": None, "*": "rowwise"}))
+    assert (said["model.blocks.0.up"][0], said["model.blocks.1.up"][0]) == ("", "rowwise")

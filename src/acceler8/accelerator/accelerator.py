@@ -315,9 +315,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         states = find_states(model)
         for state in states:  # converted by hand: its clock follows ours
             if state.clock is not self.clock:
-                self.clock.subscribe(state.clock.tick)
+                self.clock.lead(state.clock)
         if not states and self.recipe is not None:
-            made = plan(model, self.recipe, self.backend)
+            made = plan(model, self.recipe, self.backend, fp8_steps=self.effective["fp8_config.fp8_steps"])
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
@@ -455,7 +455,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         values[path] = Value(self._fp8_backend.value, source)
         values |= fp8_values(self.effective, self._fp8_backend.value)
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
-            told = ("mixed_precision", *("fp8_config." + key for key in ("backend", "layer_recipes", "skip")))
+            told = (
+                "mixed_precision",
+                *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "skip")),
+            )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:
             own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")

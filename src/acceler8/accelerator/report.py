@@ -38,6 +38,9 @@ class Fp8Report:
                 f"{plan.model}: {t.fp8_layers} of {t.layers} layers FP8 ({t.flops_share:.0%} of the matrix FLOPs),"
                 f" recipe {plan.recipes_said}, backend {plan.backend}, {plan.device}"
             )
+            if (window := plan.fp8_steps) is not None:
+                now = "FP8" if window.holds(self.steps) else "high precision"
+                lines.append(f"  FP8 only in {window.said}, counted from 0; step {self.steps}, the next, is in {now}")
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
         return lines
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from acceler8.recipes import LayerRecipes, Recipe
 
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+_NOT_OF_A_RECIPE = ("fp8_steps",)
+"""Settings of the native backend that no Recipe says, so that they stand beside one."""
 C = TypeVar("C", bound="SchemaHandler")
 
 
@@ -61,11 +63,14 @@ class SchemaHandler(KwargsHandler):
 
     def _resolve(self) -> None:
         """Give every field its value: the argument, else the variable, else the default."""
+        self._fill_in(self.PATHS)
+
+    def _fill_in(self, names: Iterable[str]) -> None:
         environment = read_environment(current_environment())
         given = Layer()
         self._filled: dict[str, Value] = {}
-        for name, path in self.PATHS.items():
-            raw = getattr(self, name)
+        for name in names:
+            path, raw = self.PATHS[name], getattr(self, name)
             if raw is not None:
                 given.put(path, plain(raw), self._source(name))
             if path in given.values:
@@ -74,7 +79,7 @@ class SchemaHandler(KwargsHandler):
             found = environment.values.get(path) or Value(self._default(name), DEFAULT)
             self._fill(name, found)
         for note in given.notes:
-            warnings.warn(note, UserWarning, stacklevel=5)  # the caller of the decorated constructor
+            warnings.warn(note, UserWarning, stacklevel=6)  # the caller of the decorated constructor
 
     def _fill(self, name: str, value: Value) -> None:
         shown = self._shown(name, value.value)
@@ -108,12 +113,16 @@ class SchemaHandler(KwargsHandler):
     def layer(self) -> Layer:
         """The settings that this object gives: fields given in code, and what it took from the environment."""
         layer = Layer()
-        for name, path in self.PATHS.items():
+        self._put_fields(layer, self.PATHS)
+        return layer
+
+    def _put_fields(self, layer: Layer, names: Iterable[str]) -> None:
+        for name in names:
+            path = self.PATHS[name]
             filled = self.filled(name)
             source = filled.source if filled else self._source(name)
             if source.rank > Rank.DEFAULT:
                 layer.put(path, plain(getattr(self, name)), source)
-        return layer
 
     def code_only(self) -> list[str]:
         """What this object holds that no flag, variable or YAML key can say, in words."""
@@ -307,17 +316,17 @@ FP8KwargsHandler = FP8RecipeKwargs
 class NativeRecipeKwargs(RecipeHandler):
     """FP8 by acceler8's own kernels.
 
-    ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip``. ``margin``,
-    ``interval`` and ``amax_*`` belong to the recipe ``delayed``. ``fp8_format`` None: the recipe's own.
+    ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip`` and ``fp8_steps``.
+    ``margin``, ``interval`` and ``amax_*`` belong to the recipe ``delayed``. ``fp8_format`` None: the recipe's own.
     ``layer_recipes`` are ``"pattern=recipe"``, or a mapping, for single layers. A mapping as ``recipe`` is for all: a
     layer that no pattern fits is in high precision; of names it becomes ``layer_recipes``, with a ``Recipe`` in it it
-    says everything.
+    says everything. ``fp8_steps`` is ``"START:STOP"``: outside of these steps all layers are in high precision.
     """
 
     BACKEND = "NATIVE"
     PATHS = _paths(
         *("recipe", "layer_recipes", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
-        *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales"),
+        *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales", "fp8_steps"),
     )
 
     recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None
@@ -331,6 +340,7 @@ class NativeRecipeKwargs(RecipeHandler):
     skip: Iterable[str] | None = None
     pow2_scales: bool | None = None
     layer_recipes: Iterable[str] | Mapping[str, str | None] | None = None
+    fp8_steps: str | None = None
 
     def __post_init__(self) -> None:
         self._spread_mapping()
@@ -343,12 +353,14 @@ class NativeRecipeKwargs(RecipeHandler):
         if self.recipe is None or isinstance(self.recipe, str):
             self._resolve()
             return
-        self._filled = {}
+        self._fill_in(_NOT_OF_A_RECIPE)
         recipe = checked_recipes(self.recipe, self._source("recipe").where)
-        if extra := [n for n in self.PATHS if n not in ("recipe", "skip") and getattr(self, n) is not None]:
+        beside = ("recipe", "skip", *_NOT_OF_A_RECIPE)
+        if extra := [n for n in self.PATHS if n not in beside and getattr(self, n) is not None]:
             raise ConfigError(
                 f"{self._source(extra[0]).where}: got {getattr(self, extra[0])!r} beside a Recipe, which says it"
-                f" already; allowed: a Recipe and skip; change the Recipe with replace(), or name it: {recipe.name!r}"
+                f" already; allowed: a Recipe, skip and fp8_steps; change the Recipe with replace(), or name it:"
+                f" {recipe.name!r}"
             )
         values = _object_values(recipe)
         if self.skip is not None:
@@ -383,9 +395,11 @@ class NativeRecipeKwargs(RecipeHandler):
         if self.skip is not None:
             values["skip"] = tuple(self.skip)
         # not parsed: a Recipe may have a name of its own, which no other route could say
-        names = ("recipe", "layer_recipes")
+        names: tuple[str, ...] = ("recipe", "layer_recipes")
         for name in names:
             layer.values[self.PATHS[name]] = Value(values.pop(name, None), self._source("recipe"))
+        self._put_fields(layer, _NOT_OF_A_RECIPE)
+        names += _NOT_OF_A_RECIPE
         for name, path in self.PATHS.items():  # it says everything: what it leaves out is not for another route to say
             if name not in names:
                 layer.values[path] = Value(None, self._source("recipe"))

@@ -18,6 +18,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Steps,
     Table,
     Text,
     ThreeBools,
@@ -123,6 +124,11 @@ def _(kind: LayerPatterns) -> list[dict[str, Any]]:
     recipe: dict[str, Any] = {"anyOf": [_spellings(*kind.recipes), {"type": "null"}]}
     one = {"type": "string", "pattern": "^[^,]*=[^,=]*$"}
     return [{"type": "array", "items": one}, {"type": "object", "additionalProperties": recipe}, {"type": "string"}]
+
+
+@_forms.register
+def _(kind: Steps) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": r"^\s*[0-9]*\s*:\s*[0-9]*\s*$"}]
 
 
 @_forms.register

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from acceler8.config.variables import objection
-from acceler8.errors import unknown_name
+from acceler8.errors import RecipeError, unknown_name
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
@@ -255,6 +255,28 @@ class LayerPatterns:
 def layer_patterns(value: tuple[str, ...] | None) -> list[tuple[str, str]]:
     """``(pattern, recipe)`` of a value of ``LayerPatterns``, in order."""
     return [(pattern, word) for pattern, _, word in (text.rpartition("=") for text in value or ())]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A window of steps."""
+
+    allowed: str = "START:STOP, steps from 0, STOP not in it, either end open, such as 100: or :10"
+
+    def parse(self, raw: Any) -> str:
+        """The window, as it is written shortest."""
+        if not isinstance(raw, str):
+            raise ValueError
+        from acceler8.scaling import StepWindow  # here, for it brings torch, which other settings do without
+
+        try:
+            return str(StepWindow.of(raw))
+        except RecipeError as error:
+            raise RefusedError(str(error)) from None
+
+    def text(self, value: str) -> str:
+        """The window."""
+        return value
 
 
 @dataclass(frozen=True)

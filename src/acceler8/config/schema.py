@@ -21,6 +21,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Steps,
     Text,
     ThreeBools,
     Variables,
@@ -90,6 +91,16 @@ class Fp8Config(Section):
             help="Recipes of single layers, by pattern (as in skip); a layer that none fits has recipe.",
             backends=("NATIVE",),
             defaults={"NATIVE": ()},
+        ),
+    ] = None
+    fp8_steps: A[
+        str | None,
+        _fp8(
+            "fp8_steps",
+            kind=Steps(),
+            help="The steps in which layers compute in FP8; outside they are in high precision.",
+            backends=("NATIVE",),
+            defaults={"NATIVE": ":"},
         ),
     ] = None
     skip: A[

@@ -21,7 +21,7 @@ from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
 from acceler8.nn.model_state import ATTRIBUTE
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import recipe_of_layer
-from acceler8.scaling import StepClock
+from acceler8.scaling import Schedule, StepClock
 
 
 def convert(
@@ -46,13 +46,15 @@ def convert(
         if reason := engine.refuses(module, recipe):
             raise PlanError(f"layer {name!r} cannot become FP8 any more: {reason}; plan the model again")
     named = dict(model.named_parameters(remove_duplicate=False))
+    clock = clock or StepClock()
     state = ModelState(
         backend=plan.backend,
-        clock=clock or StepClock(),
+        clock=clock,
         plan=plan,
         ties=tied_names(model),
         requires_grad={name: p.requires_grad for name, p in named.items()},
         dtypes={name: p.dtype for name, p in named.items()},
+        schedule=None if plan.fp8_steps is None else Schedule(plan.fp8_steps, clock),
     )
     engine.convert_layers(layers, state)
     model.__dict__[ATTRIBUTE] = state

@@ -25,6 +25,7 @@ from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_mod
 from acceler8.errors import PlanError, unknown_name
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
+from acceler8.scaling import StepWindow
 
 LOW_COVERAGE = 0.1
 _SHOWN = 40  # names in an error message
@@ -76,6 +77,8 @@ class Plan:
     totals: Totals
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    fp8_steps: StepWindow | None = None
+    """The steps in which the layers are in FP8; None: all."""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -104,6 +107,7 @@ class Plan:
             "totals": dataclasses.asdict(self.totals),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
+            "fp8_steps": None if self.fp8_steps is None else str(self.fp8_steps),
             "rows": rows,
         }
 
@@ -114,7 +118,7 @@ class Plan:
         for key in data:
             if key not in valid:
                 raise PlanError(unknown_name("plan key", key, valid))
-        if missing := [key for key in valid if key not in data]:
+        if missing := [key for key in valid if key not in data and key != "fp8_steps"]:
             raise PlanError(f"plan lacks {', '.join(missing)}; write it with Plan.to_dict()")
         try:
             rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
@@ -128,6 +132,7 @@ class Plan:
                 "totals": totals,
                 "notes": tuple(data["notes"]),
                 "warnings": tuple(data["warnings"]),
+                "fp8_steps": _window(data.get("fp8_steps")),
                 "rows": rows,
             }
         )
@@ -143,6 +148,7 @@ def plan(
     *,
     skip: Iterable[str] | None = None,
     filter_fn: Filter | None = None,
+    fp8_steps: str | StepWindow | None = None,
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
@@ -150,11 +156,12 @@ def plan(
     the first that fits a layer decides; None, and a layer that none fits, is high precision. ``skip`` names layers to
     leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
     ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
-    are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device.
+    are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device. ``fp8_steps`` is the window
+    of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision.
     Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name or pattern that fits no
         layer (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
     """
-    recipe = resolve_layers(recipe)
+    recipe, window = resolve_layers(recipe), _window(fp8_steps)
     engine = backends.get(backend)
     check_is_plain(model)
     skip = _skip_patterns(skip)
@@ -192,7 +199,13 @@ def plan(
         elif not _what_is_fp8(own, weights[0].requires_grad):
             reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
         rows.append(_row(name, module, weights, reason, own))
-    return _finish(model, recipe, engine, rows)
+    return _finish(model, recipe, engine, rows, window)
+
+
+def _window(steps: str | StepWindow | None) -> StepWindow | None:
+    """The window, None if it holds every step."""
+    window = None if steps is None else StepWindow.of(steps)
+    return None if window is None or window.is_all else window
 
 
 def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
@@ -215,10 +228,29 @@ def _check_patterns(patterns: Iterable[str], names: list[str], says: str) -> Non
         last = {name.rpartition(".")[2] for name in names}
         parts = sorted(part for part in last if part and not part.isdigit())
         pool = parts if parts and "." not in pattern else [name for name in names if name]
-        near = difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        near = _nearest(pattern, pool if "." not in pattern else _paths(names), names)
+        hint = f"; did you mean {near!r}?" if near else ";"
         shown = ", ".join(pool[:_SHOWN]) + (", ..." if len(pool) > _SHOWN else "")
         raise PlanError(f"{says} {pattern!r}, which fits no layer{hint} there are: {shown}")
+
+
+def _paths(names: list[str]) -> list[str]:
+    """The names and every path above them."""
+    split = [name.split(".") for name in names if name]
+    return list(dict.fromkeys(".".join(parts[:end]) for parts in split for end in range(1, len(parts) + 1)))
+
+
+def _nearest(pattern: str, pool: list[str], names: list[str]) -> str | None:
+    """The nearest name of the pool; else the pattern with its mistyped parts replaced, if that fits a name."""
+    if near := difflib.get_close_matches(pattern, pool, n=1, cutoff=0.5):
+        return near[0]
+    known = sorted({part for name in names for part in name.split(".")})
+    parts = []
+    for part in pattern.split("."):
+        is_right = part in known or any(c in part for c in "*?[")
+        parts += [part] if is_right else (difflib.get_close_matches(part, known, n=1, cutoff=0.5) or [part])
+    mended = ".".join(parts)
+    return mended if any(matches(name, mended) for name in names) else None
 
 
 def _row(
@@ -288,7 +320,13 @@ def _notes(
     return list(dict.fromkeys(notes))
 
 
-def _finish(model: nn.Module, recipe: Recipe | LayerRecipes, engine: backends.Backend, rows: list[PlanRow]) -> Plan:
+def _finish(
+    model: nn.Module,
+    recipe: Recipe | LayerRecipes,
+    engine: backends.Backend,
+    rows: list[PlanRow],
+    window: StepWindow | None,
+) -> Plan:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     fp8 = [row for row in rows if row.is_fp8]
@@ -321,6 +359,7 @@ def _finish(model: nn.Module, recipe: Recipe | LayerRecipes, engine: backends.Ba
         totals=totals,
         notes=tuple(notes),
         warnings=tuple(warnings),
+        fp8_steps=window,
     )
 
 
@@ -348,6 +387,8 @@ def render(plan: Plan, width: int = 120) -> str:
         f" ({t.flops_share:.0%})",
         soft_wrap=True,
     )
+    if plan.fp8_steps is not None:
+        console.print(f"only in {plan.fp8_steps.said}, counted from 0; high precision outside", soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for warning in plan.warnings:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from acceler8.conversion.layers import module_name
@@ -241,10 +242,12 @@ def _step(
                 f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
             )
     del before
-    if clock.ticks == ticks and state_of(model).amax is not None:
+    state = state_of(model)
+    if clock.ticks == ticks and (state.amax is not None or state.schedule is not None):
+        what = "delayed scaling keeps no history" if state.schedule is None else "fp8_steps never change"
         bad.append(
-            "step() marked no step boundary, so delayed scaling keeps no history: use Accelerator, or"
-            " acceler8.attach(model, optimizer), or call acceler8.step(model) behind each optimizer step"
+            f"step() marked no step boundary, so {what}: use Accelerator, or acceler8.attach(model, optimizer), or call"
+            " acceler8.step(model) behind each optimizer step"
         )
     stale, used, idle = _codes_used(model, step)
     bad += stale
@@ -257,6 +260,8 @@ def _step(
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
     covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
+    if state.schedule is not None and not state.schedule.is_on:
+        covered += f" (step {clock.ticks} is outside of fp8_steps {state.schedule.window}: in high precision)"
     return bad, covered + (f", {rounded} had steps below their resolution" if rounded else "")
 
 
@@ -320,12 +325,15 @@ class _CompareOutput:
         self.seen.add(self.name)
         slots = state.slots
         with torch.no_grad():
-            expected = linear(
-                args[0],
-                layer.weight,
-                layer.bias,
-                recipe=state.recipe,
-                slots=slots if slots is None else slots._replace(records=False),
-            )
+            if not state.is_fp8(training=True):  # outside the window of FP8 steps
+                expected = F.linear(args[0], layer.weight, layer.bias)
+            else:
+                expected = linear(
+                    args[0],
+                    layer.weight,
+                    layer.bias,
+                    recipe=state.recipe,
+                    slots=slots if slots is None else slots._replace(records=False),
+                )
         if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
             self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from acceler8.functional import LinearSlots, WeightCodes, linear
 from acceler8.functional.linear import Observer
 from acceler8.recipes import Recipe
-from acceler8.scaling import AmaxSlot, AmaxState, StepClock
+from acceler8.scaling import AmaxSlot, AmaxState, Schedule, StepClock
 
 _log = logging.getLogger("acceler8")
 _UNMARKED_CALLS = 256
@@ -36,6 +36,7 @@ class LayerState:
     first_slot: int = 0
     observer: Observer | None = None
     evaluates_in_fp8: bool = False
+    schedule: Schedule | None = None
     unmarked_calls: int = 0
 
     @property
@@ -46,6 +47,11 @@ class LayerState:
         x, w, dy = (AmaxSlot(self.amax, self.first_slot + i) for i in range(3))
         return LinearSlots(x, w, dy)
 
+    def is_fp8(self, training: bool) -> bool:
+        """True if a forward now computes by the recipe: in the schedule's window, and evaluations if they are to."""
+        in_window = self.schedule is None or self.schedule.is_on
+        return in_window if training else self.evaluates_in_fp8 or (in_window and self.recipe.eval == "fp8")
+
     def codes_for(self, training: bool) -> WeightCodes | None:
         """Where a forward finds and leaves weight codes: an evaluation inside a window casts the weight as it is (it
         may be swapped for an average), unless a sharding engine brings the codes.
@@ -53,17 +59,19 @@ class LayerState:
         return self.codes if training or type(self.codes) is not WeightCodes else None
 
     def count_unmarked_call(self) -> None:
-        """Delayed scaling without step boundaries silently is current scaling: say so, once."""
-        if self.amax is None or self.clock.ticks:
+        """Without step boundaries delayed scaling silently is current scaling, and a schedule stands: say so, once."""
+        if (self.amax is None and self.schedule is None) or self.clock.ticks:
             return
         self.unmarked_calls += 1
         if self.unmarked_calls == _UNMARKED_CALLS:
+            delayed = "under delayed scaling and no step boundary was marked, so no amax history exists"
+            scheduled = f"with fp8_steps {self.schedule and self.schedule.window} and no step boundary was marked, so"
             _log.warning(
-                "%s: %d training forwards under delayed scaling and no step boundary was marked, so no amax"
-                " history exists; use Accelerator, or acceler8.attach(model, optimizer), or call"
+                "%s: %d training forwards %s; use Accelerator, or acceler8.attach(model, optimizer), or call"
                 " acceler8.step(model)",
                 self.name,
                 _UNMARKED_CALLS,
+                delayed if self.schedule is None else f"{scheduled} all are in step 0",
             )
 
 
@@ -71,7 +79,8 @@ class Fp8Linear(nn.Linear):
     """A linear layer that computes in the formats of its recipe. Made by conversion, not constructed.
 
     Shape: [..., in_features] -> [..., out_features], bf16, fp16 or fp32; any number of tokens.
-    In eval() mode it computes in high precision unless its recipe's ``eval`` is ``"fp8"``.
+    In eval() mode it computes in high precision unless its recipe's ``eval`` is ``"fp8"``; outside the model's window
+    of FP8 steps it does what ``nn.Linear`` does.
     """
 
     _acceler8_layer: LayerState
@@ -79,13 +88,13 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias`` by the layer's recipe."""
         state = self._acceler8_layer
-        if not self.training and not state.evaluates_in_fp8 and state.recipe.eval == "high_precision":
+        if self.training and not torch.compiler.is_compiling():
+            state.count_unmarked_call()
+        if not state.is_fp8(self.training):
             return F.linear(input, state.codes.in_high_precision(self.weight), self.bias)
         slots = state.slots
         if slots is not None and not self.training:
             slots = slots._replace(records=False)  # what an evaluation sees must not move the scales of training
-        elif slots is not None and not torch.compiler.is_compiling():
-            state.count_unmarked_call()
         return linear(
             input,
             self.weight,

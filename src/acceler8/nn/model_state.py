@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acceler8.errors import PlanError
 from acceler8.nn.linear import Fp8Linear
-from acceler8.scaling import AmaxState, StepClock
+from acceler8.scaling import AmaxState, Schedule, StepClock
 
 ATTRIBUTE = "_acceler8_model"
 
@@ -27,6 +27,7 @@ class ModelState:
     requires_grad: dict[str, bool]
     dtypes: dict[str, torch.dtype]
     amax: AmaxState | None = None
+    schedule: Schedule | None = None
     codes: list[Any] = field(default_factory=list)
     attached: list[Any] = field(default_factory=list)
 
@@ -40,6 +41,8 @@ class ModelState:
         if self.amax is not None:
             self.clock.subscribe(self.amax.update)
         self.clock.subscribe(self.drop_codes)
+        if self.schedule is not None:
+            self.clock.follow(self.schedule.follow)
 
     def leave(self) -> None:
         """Undo ``follow_clock`` and everything that was attached since."""
@@ -48,6 +51,8 @@ class ModelState:
         if self.amax is not None:
             self.clock.unsubscribe(self.amax.update)
         self.clock.unsubscribe(self.drop_codes)
+        if self.schedule is not None:
+            self.clock.unfollow(self.schedule.follow)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own clock and state, and nothing that belongs to this process's optimizers."""

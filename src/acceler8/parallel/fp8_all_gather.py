@@ -305,6 +305,11 @@ def _one_recipe(layers: list[tuple[str, Fp8Linear]]) -> Recipe:
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Fp8Linear]]) -> None:
+    if (schedule := state_of(model).schedule) is not None:
+        raise PlanError(
+            f"gather_in_fp8 got a model with fp8_steps {schedule.window}; allowed: FP8 in every step, for weights"
+            " always arrive as codes; plan without fp8_steps, or leave the all-gather in high precision"
+        )
     if not isinstance(model, FSDPModule) or not layers:
         raise PlanError(
             f"gather_in_fp8 got a {type(model).__name__} with {len(layers)} sharded FP8 layers; allowed: the root of a"

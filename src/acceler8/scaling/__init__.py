@@ -17,6 +17,7 @@ from acceler8.scaling.granularity import (
     multiply_groups,
 )
 from acceler8.scaling.scale import AMAX_FLOOR, compute_scale, compute_scale_e8m0
+from acceler8.scaling.schedule import Schedule, StepWindow
 
 __all__ = [
     "AMAX_FLOOR",
@@ -29,7 +30,9 @@ __all__ = [
     "BLOCK_128x128",
     "Granularity",
     "MX_1x32",
+    "Schedule",
     "StepClock",
+    "StepWindow",
     "compute_scale",
     "compute_scale_e8m0",
     "expand_groups",

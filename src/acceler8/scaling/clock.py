@@ -14,8 +14,23 @@ class StepClock:
     """Counts step boundaries and calls its subscribers at each, in the order in which they subscribed."""
 
     def __init__(self) -> None:
-        self.ticks = 0
+        self._ticks = 0
         self._subscribers: list[Callable[[], None]] = []
+        self._followers: list[Callable[[], None]] = []
+        self._led: list[StepClock] = []
+
+    @property
+    def ticks(self) -> int:
+        """Step boundaries so far, which is the number of the step that runs now. A resume sets it."""
+        return self._ticks
+
+    @ticks.setter
+    def ticks(self, ticks: int) -> None:
+        moved, self._ticks = ticks - self._ticks, ticks
+        for on_change in self._followers:
+            on_change()
+        for clock in self._led:
+            clock.ticks += moved
 
     def subscribe(self, on_tick: Callable[[], None]) -> None:
         """Call ``on_tick()`` at every boundary from now on. Bound methods keep deep copies apart: a copied
@@ -27,8 +42,23 @@ class StepClock:
         """Undo ``subscribe``; raises ValueError if ``on_tick`` is not subscribed."""
         self._subscribers.remove(on_tick)
 
+    def follow(self, on_change: Callable[[], None]) -> None:
+        """Call ``on_change()`` whenever ``ticks`` changed: behind the subscribers of a boundary, and when it is set."""
+        self._followers.append(on_change)
+
+    def unfollow(self, on_change: Callable[[], None]) -> None:
+        """Undo ``follow``; raises ValueError if ``on_change`` does not follow."""
+        self._followers.remove(on_change)
+
+    def lead(self, clock: StepClock) -> None:
+        """Tick another clock at every boundary from now on, and set it by as many steps as this one is set."""
+        self.subscribe(clock.tick)
+        self._led.append(clock)
+
     def tick(self) -> None:
         """Mark a step boundary: weights have their new values, no backward is pending."""
-        self.ticks += 1
+        self._ticks += 1
         for on_tick in self._subscribers:
             on_tick()
+        for on_change in self._followers:
+            on_change()

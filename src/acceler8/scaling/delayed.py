@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acceler8.scaling.schedule import Schedule
+
 STAGING, IN_USE, HISTORY = 0, 1, 2
 
 
@@ -35,6 +37,7 @@ class AmaxState:
         self.names = list(names)
         self.history_len, self.algo, self.interval = history_len, algo, interval
         self.steps = 0
+        self.schedule: Schedule | None = None
         self.data = torch.zeros(HISTORY + history_len, len(names), dtype=torch.float32, device=device)
 
     def to(self, device: torch.device) -> None:
@@ -46,8 +49,10 @@ class AmaxState:
     def update(self) -> None:
         """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps.
 
-        No host sync.
+        A step outside of the model's window of FP8 steps changes nothing. No host sync.
         """
+        if self.schedule is not None and not self.schedule.is_on:
+            return
         staged, history = self.data[STAGING], self.data[HISTORY:]
         fresh = staged.isfinite() & (staged > 0)  # an operand that did not run, or saw NaN or inf, keeps its past
         rolled = torch.cat([history[1:], staged.unsqueeze(0)])
