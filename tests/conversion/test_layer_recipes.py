@@ -72,8 +72,9 @@ def test_only_delayed_layers_have_amax_slots():
     amax = state_of(model).amax
     assert amax is not None
     assert amax.names == [f"blocks.4.{layer}.{role}" for layer in ("up", "down") for role in ("x", "w", "dy")]
-    with_slots = [name for name, layer in fp8_layers(model) if layer._acceler8_layer.slots is not None]
-    assert with_slots == ["blocks.4.up", "blocks.4.down"]
+    slots = {name: layer._acceler8_layer.slots for name, layer in fp8_layers(model)}
+    found = {name: [slot.index for slot in own[:3]] for name, own in slots.items() if own is not None}
+    assert found == {"blocks.4.up": [0, 1, 2], "blocks.4.down": [3, 4, 5]}
     assert state_of(acceler8.convert(Blocks(), {"blocks.0": "rowwise"})).amax is None
 
 
