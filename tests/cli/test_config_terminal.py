@@ -17,6 +17,7 @@ import pytest
 
 import acceler8
 from acceler8.config import merge, read_yaml
+from tests.cli.test_launch import launch, seen
 
 pty = pytest.importorskip("pty", reason="needs a POSIX terminal")
 
@@ -236,6 +237,23 @@ def test_answers_arrive_in_the_file(backend: str, has_menus: bool, tmp_path: Pat
     if backend in ("TE", "AO"):
         assert f"{backend} is not installed" in terminal.all or "there is no GPU" in terminal.all
     assert "Traceback" not in terminal.all
+    if not has_menus:  # the file is the same: once is enough
+        assert_reaches_a_launched_recipe(backend, expected, tmp_path)
+
+
+def assert_reaches_a_launched_recipe(backend: str, expected: dict[str, Any], folder: Path) -> None:
+    """Launch a script with the file that the wizard wrote, and look at the recipe object that it makes."""
+    done = launch(folder, "--config_file", "run.yaml", "script.py", "no accelerator")
+    assert done.returncode == 0, done.stderr
+    got = seen(folder)[backend.lower()]
+    if backend == "NATIVE":
+        scaling = {key: expected[key] for key in ("margin", "interval", "amax_history_len", "amax_compute_algo")}
+        assert got["scaling"] == {"time": "delayed", **scaling}
+        assert (got["name"], got["eval"], got["skip"]) == (expected["recipe"], "fp8", list(expected["skip"]))
+        assert got["dgrad"]["a"]["format"] == expected["fp8_format"]
+    else:
+        shown = {key: tuple(value) if isinstance(value, list) else value for key, value in got.items()}
+        assert {key: shown[key] for key in expected} == expected
 
 
 def test_a_wrong_answer_is_asked_again_with_the_reason(has_menus: bool, tmp_path: Path, terminals: list[Terminal]):
