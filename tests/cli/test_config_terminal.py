@@ -32,7 +32,9 @@ class Terminal:
 
     def __init__(self, arguments: list[str], folder: Path, *, has_menus: bool) -> None:
         hide = "" if has_menus else "import sys; sys.modules['questionary'] = None; "
-        code = f"{hide}from acceler8.cli import main; main({arguments!r})"
+        # whoever runs the tests in the background may have its children ignore Ctrl-C
+        heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        code = f"{heed}{hide}from acceler8.cli import main; main({arguments!r})"
         environ = {"PYTHONPATH": str(SOURCE), "HOME": str(folder), "TERM": "xterm", "PATH": os.environ["PATH"]}
         environ |= {"PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": "200", "LINES": "50"}
         self._master, slave = pty.openpty()

@@ -30,6 +30,8 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for stop in (signal.SIGHUP, signal.SIGQUIT):  # ignored, if the tests run in the background
+    signal.signal(stop, signal.SIG_DFL)
 from acceler8.errors import LaunchError
 from acceler8.launch import LaunchSpec, launch
 assert "torch" not in sys.modules, "import acceler8.launch loads torch"
