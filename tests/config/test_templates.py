@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from acceler8.config import merge, read_yaml
+from acceler8.config.backend_choice import READY, cannot_run, preferred_backend
 from acceler8.config.resolve import check
 
 FOLDER = Path(__file__).parents[2] / "examples" / "config_yaml_templates"
@@ -57,3 +58,10 @@ def test_a_template_is_explained_and_says_how_it_is_used(path: Path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert f"acceler8 launch --config_file {path.name} train.py" in text
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_says_whether_this_version_trains_with_it(path: Path):
+    effective = merge([read_yaml(path)])
+    is_ready = preferred_backend(effective) in READY and not list(cannot_run(effective))
+    assert ("does not train" in path.read_text()) is not is_ready
