@@ -36,7 +36,9 @@ class Counter:
 class Run:
     """7 batches an epoch, windows of ``window`` micro-batches, dropout, a schedule, and draws from every generator."""
 
-    def __init__(self, seed: int = 0, *, precision="fp8", recipe="delayed", window=2, width=32, depth=1, **kwargs):
+    def __init__(
+        self, seed: int = 0, *, precision="fp8", recipe="delayed", window=2, width=32, depth=1, cpu=True, **kwargs
+    ):
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed)
@@ -49,7 +51,7 @@ class Run:
         self.accelerator = Accelerator(
             mixed_precision=precision,
             recipe=recipe if precision == "fp8" else None,
-            cpu=True,
+            cpu=cpu,
             gradient_accumulation_steps=window,
             **kwargs,
         )
