@@ -13,114 +13,26 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA TransformerEngine for
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from acceler8.errors import DoubleBackwardError, DtypeError, ShapeError
-from acceler8.formats import Format
+from acceler8.errors import DtypeError, ShapeError
+from acceler8.functional.call import PLAIN, Call, LinearSlots, Observer, once_only
+from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import Quantized, multiply, quantize
-from acceler8.recipes import Gemm, Operand, Recipe
-from acceler8.scaling import AmaxSlot, Granularity
+from acceler8.kernels import Quantized
+from acceler8.recipes import Recipe
 
-Observer = Callable[[str, Tensor, int], None]  # role (x, w, dy), packed statistics, number of elements
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class LinearSlots(NamedTuple):
-    """Delayed-scaling state of one layer's operands; ``records`` False reads it and leaves no trace."""
-
-    x: AmaxSlot
-    w: AmaxSlot
-    dy: AmaxSlot
-    records: bool = True
-
-
-class _Call(NamedTuple):
-    """What one call of the layer carries beside its tensors."""
-
-    recipe: Recipe
-    slots: LinearSlots | None
-    codes: WeightCodes | None
-    observer: Observer | None
-    out_dtype: torch.dtype
-    needs_dx: bool
-    needs_dw: bool
-    w_dtype: torch.dtype
-
-    def cast(self, role: str, t: Tensor, first: Operand, second: Operand) -> tuple[Quantized | None, Quantized | None]:
-        """Codes of ``t`` (x or dy) for the GEMM that contracts its rows, and for wgrad, which contracts tokens.
-
-        A wgrad in FP8 reads ``t`` transposed; one in high precision reads dequantised rows.
-        """
-        if self.recipe.wgrad.is_fp8:
-            granularity = (first if first.is_fp8 else second).granularity
-            return self.quantize(role, t, first.format, second.format, granularity)
-        rows, _ = self.quantize(role, t, first.format, None, first.granularity)
-        if first.format is second.format:
-            return rows, rows
-        return rows, self.quantize(role, t, second.format, None, second.granularity)[0]
-
-    def weight(self, w: Tensor, orientation: str, operand: Operand) -> Quantized | None:
-        """The weight's codes, kept ones inside a window, else fresh; None if the operand is in high precision."""
-        if operand.format is None:
-            return None
-        kept = None
-        if self.codes is not None:
-            self.codes.follow(w)
-            kept = self.codes.get(orientation)
-        if kept is not None and kept.codes.dtype is operand.format.torch_dtype:
-            return kept
-        rows, cols = (operand.format, None) if orientation == "rows" else (None, operand.format)
-        made = self.quantize("w", w, rows, cols, operand.granularity)[0 if orientation == "rows" else 1]
-        assert made is not None
-        if self.codes is not None:
-            self.codes.put(orientation, made)
-        return made
-
-    def quantize(
-        self, role: str, t: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity
-    ) -> tuple[Quantized | None, Quantized | None]:
-        """Quantise ``t`` in the orientations asked for; ``(None, None)`` if none is."""
-        if rows is None and cols is None:
-            return None, None
-        amax = staging = None
-        if self.slots is not None:
-            slot: AmaxSlot = getattr(self.slots, role)
-            amax, staging = slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
-        as_rows, as_cols, packed = quantize(
-            t,
-            rows,
-            cols,
-            granularity,
-            pow2=self.recipe.pow2_scales,
-            margin=self.recipe.margin,
-            amax=amax,
-            staging=staging,
-            statistics=self.observer is not None,
-        )
-        if self.observer is not None and packed is not None:
-            self.observer(role, packed, t.numel())
-        return as_rows, as_cols
-
-    def multiply(self, gemm: Gemm, a: Quantized | None, b: Quantized | None, bias: Tensor | None = None) -> Tensor:
-        """``a @ b.T (+ bias)`` of a GEMM in FP8."""
-        assert a is not None
-        assert b is not None
-        return multiply(a, b, out_dtype=self.out_dtype, bias=bias, fast_accum=gemm.fast_accum)
-
-
-_PLAIN = Operand()
-
-
-def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Quantized | None]:
+def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Quantized | None]:
     """``(y, x_kept)``: the result, and the codes that wgrad will read of ``x``, if it reads codes."""
     fprop = call.recipe.fprop
-    x_rows, x_kept = call.cast("x", x, fprop.a, call.recipe.wgrad.b if call.needs_dw else _PLAIN)
+    x_rows, x_kept = call.cast_input(x)
     w_rows = call.weight(w, "rows", fprop.b)
     if fprop.is_fp8:
         return call.multiply(fprop, x_rows, w_rows, bias), x_kept
@@ -128,11 +40,11 @@ def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tens
 
 
 def _backward(
-    dy: Tensor, x: Tensor | None, x_kept: Quantized | None, w: Tensor | None, in_features: int, call: _Call
+    dy: Tensor, x: Tensor | None, x_kept: Quantized | None, w: Tensor | None, in_features: int, call: Call
 ) -> tuple[Tensor | None, Tensor | None]:
     """``(dx, dw)``, None where nobody needs it. ``x`` or ``x_kept`` is what wgrad reads, ``w`` what dgrad reads."""
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
-    dy_rows, dy_kept = call.cast("dy", dy, dgrad.a if call.needs_dx else _PLAIN, wgrad.a if call.needs_dw else _PLAIN)
+    dy_rows, dy_kept = call.cast("dy", dy, dgrad.a if call.needs_dx else PLAIN, wgrad.a if call.needs_dw else PLAIN)
     dx = dw = None
     if w is not None:
         if dgrad.is_fp8:
@@ -165,12 +77,14 @@ class _Linear(torch.autograd.Function):
     """Any number of leading dimensions: flattening them outside would cost two autograd nodes more."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         y, x_kept = _fprop(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), w, bias, call)
         codes, scale_inv = (None, None) if x_kept is None else (x_kept.codes, x_kept.scale_inv)
         x_hp = x if call.needs_dw and x_kept is None else None
         ctx.save_for_backward(x_hp, codes, scale_inv, w if call.needs_dx else None)
-        ctx.call, ctx.x_dtype, ctx.x_shape = call, x.dtype, x.shape
+        # not what is shared: fprop's codes of x are the last reader's to free, not backward's
+        ctx.call = call if call.shared is None else call._replace(shared=None)
+        ctx.x_dtype, ctx.x_shape = x.dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         # as F.linear does: not a view to autograd, so that it may be changed in place
         return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))
@@ -179,7 +93,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, codes, scale_inv, w = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: Call = ctx.call
         x_kept = None if codes is None else Quantized(codes, scale_inv, call.recipe.wgrad.b.granularity)
         with torch.no_grad():
             if dy.ndim != 2:
@@ -191,28 +105,7 @@ class _Linear(torch.autograd.Function):
             if dw is not None and dw.dtype is not call.w_dtype:
                 dw = dw.to(call.w_dtype)
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
-            # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
-            leaf = torch.empty(0, device=dy.device, requires_grad=True)
-            mark = _NoSecondDerivative.apply
-            dx, dw, dbias = (None if g is None else mark(g, leaf) for g in (dx, dw, dbias))  # type: ignore[no-untyped-call]
-        return dx, dw, dbias, None
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity on a first derivative whose own backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, leaf: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise DoubleBackwardError(
-            "a second derivative was asked of an FP8 linear layer, whose rounding has none; allowed: first"
-            " derivatives; keep the layer in high precision (skip=[...] in the plan) or compute the penalty in"
-            " model.eval()"
-        )
+        return *once_only(dx, dw, dbias), None
 
 
 def linear(
@@ -224,6 +117,7 @@ def linear(
     slots: LinearSlots | None = None,
     codes: WeightCodes | None = None,
     observer: Observer | None = None,
+    readers: int = 1,
 ) -> Tensor:
     """``x @ weight.T + bias`` in the formats of ``recipe``.
 
@@ -231,7 +125,8 @@ def linear(
         any number of tokens, also 0. dtypes bf16, fp16, fp32, the same for x and weight unless autocast is
         on; the result has autocast's dtype if it is on, else x's. Gradients come in the dtypes of their tensors.
     ``slots`` is needed by a delayed recipe. ``codes`` keeps weight codes while its window is open.
-    ``observer`` gets the packed statistics of every cast.
+    ``observer`` gets the packed statistics of every cast. ``readers`` layers are expected to read this very ``x``, the
+    same tensor object: they share its codes (``shared_input.py``), unless someone observes.
     Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for. The transforms of
         ``torch.func`` (grad, vmap, jvp) are refused by PyTorch; ``functional_call`` works.
     """
@@ -244,8 +139,11 @@ def linear(
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     if needs_dw and w_dtype is not weight.dtype:
         weight.grad_dtype = w_dtype  # codes stand in the weight's place; autograd would cast dw to their dtype
-    call = _Call(recipe, slots, codes, observer, out_dtype, needs_dx, needs_dw, w_dtype)
+    shared = shared_input(x) if readers > 1 and observer is None else None
+    call = Call(recipe, slots, codes, observer, out_dtype, needs_dx, needs_dw, w_dtype, shared)
     y: Tensor = _Linear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+    if shared is not None:
+        shared.read(x, readers)
     return y
 
 

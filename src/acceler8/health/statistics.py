@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acceler8.errors import NonFiniteError
-from acceler8.functional.linear import Observer
+from acceler8.functional.call import Observer
 from acceler8.kernels import CastStatistics, read_statistics
 from acceler8.nn import fp8_layers, state_of
 

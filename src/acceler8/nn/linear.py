@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acceler8.functional import LinearSlots, WeightCodes, linear
-from acceler8.functional.linear import Observer
+from acceler8.functional.call import Observer
 from acceler8.recipes import Recipe
 from acceler8.scaling import AmaxSlot, AmaxState, Schedule, StepClock
 

@@ -1,0 +1,159 @@
+"""What a call of an FP8 operation carries beside its tensors: formats and scales of its casts, kept codes, observers.
+
+Each operand of a GEMM is cast here, once for all the GEMMs that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acceler8.errors import DoubleBackwardError
+from acceler8.formats import Format
+from acceler8.functional.shared_input import Cast, SharedInput
+from acceler8.functional.weight_codes import WeightCodes
+from acceler8.kernels import Quantized, multiply, quantize
+from acceler8.recipes import Gemm, Operand, Recipe
+from acceler8.scaling import AmaxSlot, Granularity
+
+Observer = Callable[[str, Tensor, int], None]  # role (x, w, dy), packed statistics, number of elements
+
+
+class LinearSlots(NamedTuple):
+    """Delayed-scaling state of one layer's operands; ``records`` False reads it and leaves no trace."""
+
+    x: AmaxSlot
+    w: AmaxSlot
+    dy: AmaxSlot
+    records: bool = True
+
+
+class Call(NamedTuple):
+    """What one call of the layer carries beside its tensors."""
+
+    recipe: Recipe
+    slots: LinearSlots | None
+    codes: WeightCodes | None
+    observer: Observer | None
+    out_dtype: torch.dtype
+    needs_dx: bool
+    needs_dw: bool
+    w_dtype: torch.dtype
+    shared: SharedInput | None = None
+
+    def cast_input(self, x: Tensor) -> tuple[Quantized | None, Quantized | None]:
+        """Codes of ``x`` for fprop and for wgrad; those that another reader of ``x`` made, if there are any."""
+        first, second = self.recipe.fprop.a, self.recipe.wgrad.b if self.needs_dw else PLAIN
+        shared = self.shared
+        if shared is None:
+            return self.cast("x", x, first, second)
+        casts = self._cast_of("rows", first), self._cast_of("cols" if self.recipe.wgrad.is_fp8 else "rows", second)
+        codes = [None if cast is None else shared.get(cast) for cast in casts]
+        lacks = [cast is not None and found is None for cast, found in zip(casts, codes, strict=True)]
+        if any(lacks):
+            made = self.cast("x", x, first if lacks[0] else PLAIN, second if lacks[1] else PLAIN)
+            for i, (cast, new) in enumerate(zip(casts, made, strict=True)):
+                if lacks[i] and cast is not None and new is not None:
+                    codes[i] = new
+                    shared.put(cast, new)
+        return codes[0], codes[1]
+
+    def _cast_of(self, orientation: str, operand: Operand) -> Cast | None:
+        if operand.format is None:
+            return None
+        slot, records = (None, True) if self.slots is None else (self.slots.x, self.slots.records)
+        recipe, scales = self.recipe, operand.granularity.name  # names: comparing granularities field by field is slow
+        return Cast(orientation, operand.format.name, scales, recipe.pow2_scales, recipe.margin, slot, records)
+
+    def cast(self, role: str, t: Tensor, first: Operand, second: Operand) -> tuple[Quantized | None, Quantized | None]:
+        """Codes of ``t`` (x or dy) for the GEMM that contracts its rows, and for wgrad, which contracts tokens.
+
+        A wgrad in FP8 reads ``t`` transposed; one in high precision reads dequantised rows.
+        """
+        if self.recipe.wgrad.is_fp8:
+            granularity = (first if first.is_fp8 else second).granularity
+            return self.quantize(role, t, first.format, second.format, granularity)
+        rows, _ = self.quantize(role, t, first.format, None, first.granularity)
+        if first.format is second.format:
+            return rows, rows
+        return rows, self.quantize(role, t, second.format, None, second.granularity)[0]
+
+    def weight(self, w: Tensor, orientation: str, operand: Operand) -> Quantized | None:
+        """The weight's codes, kept ones inside a window, else fresh; None if the operand is in high precision."""
+        if operand.format is None:
+            return None
+        kept = None
+        if self.codes is not None:
+            self.codes.follow(w)
+            kept = self.codes.get(orientation)
+        if kept is not None and kept.codes.dtype is operand.format.torch_dtype:
+            return kept
+        rows, cols = (operand.format, None) if orientation == "rows" else (None, operand.format)
+        made = self.quantize("w", w, rows, cols, operand.granularity)[0 if orientation == "rows" else 1]
+        assert made is not None
+        if self.codes is not None:
+            self.codes.put(orientation, made)
+        return made
+
+    def quantize(
+        self, role: str, t: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Quantise ``t`` in the orientations asked for; ``(None, None)`` if none is."""
+        if rows is None and cols is None:
+            return None, None
+        amax = staging = None
+        if self.slots is not None:
+            slot: AmaxSlot = getattr(self.slots, role)
+            amax, staging = slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
+        as_rows, as_cols, packed = quantize(
+            t,
+            rows,
+            cols,
+            granularity,
+            pow2=self.recipe.pow2_scales,
+            margin=self.recipe.margin,
+            amax=amax,
+            staging=staging,
+            statistics=self.observer is not None,
+        )
+        if self.observer is not None and packed is not None:
+            self.observer(role, packed, t.numel())
+        return as_rows, as_cols
+
+    def multiply(self, gemm: Gemm, a: Quantized | None, b: Quantized | None, bias: Tensor | None = None) -> Tensor:
+        """``a @ b.T (+ bias)`` of a GEMM in FP8."""
+        assert a is not None
+        assert b is not None
+        return multiply(a, b, out_dtype=self.out_dtype, bias=bias, fast_accum=gemm.fast_accum)
+
+
+PLAIN = Operand()
+
+
+def once_only(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """First derivatives that raise DoubleBackwardError when they are differentiated in their turn."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # not backward(create_graph=True)
+        return grads
+    device = next((g.device for g in grads if g is not None), None)
+    # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
+    leaf = torch.empty(0, device=device, requires_grad=True)
+    return tuple(None if g is None else _NoSecondDerivative.apply(g, leaf) for g in grads)  # type: ignore[no-untyped-call]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity on a first derivative whose own backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, leaf: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise DoubleBackwardError(
+            "a second derivative was asked of an FP8 layer, whose rounding has none; allowed: first"
+            " derivatives; keep the layer in high precision (skip=[...] in the plan) or compute the penalty in"
+            " model.eval()"
+        )

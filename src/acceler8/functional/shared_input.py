@@ -1,0 +1,79 @@
+"""Codes of one activation for all the layers that read it: q, k and v of an attention, gate and up of an MLP.
+
+Each would cast the same tensor to the same codes and keep its own copy of them for backward. Here the first reader
+leaves them on the tensor object itself, the others find them there, and the last one takes them away. The codes are
+right for whoever finds them, not by trust in the model's structure: they lie on that tensor, are dropped once PyTorch
+counts a change of it, and are found by everything on which a cast depends.
+
+Only results of an operation that autograd recorded carry codes: a leaf or a buffer may live for ever and be edited
+where nothing counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acceler8.kernels import Quantized
+from acceler8.scaling import AmaxSlot
+
+_ATTRIBUTE = "_acceler8_codes"
+
+
+class Cast(NamedTuple):
+    """Everything on which codes of a tensor depend."""
+
+    orientation: str
+    """``rows``: as the tensor lies; ``cols``: transposed."""
+    format: str
+    granularity: str
+    pow2: bool
+    margin: int
+    slot: AmaxSlot | None
+    records: bool
+
+
+class SharedInput:
+    """The codes that lie on one tensor, and how many layers have yet to read them."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.column_amax: Tensor | None = None
+        """[C] int32 bits of FP32: the largest magnitude of each column, where the tensor's producer found it."""
+        self._codes: dict[Cast, Quantized] = {}
+        self._left: int | None = None
+
+    def get(self, cast: Cast) -> Quantized | None:
+        """The codes of this cast, if there are any."""
+        return self._codes.get(cast)
+
+    def put(self, cast: Cast, codes: Quantized) -> None:
+        """Leave codes for the other readers."""
+        self._codes[cast] = codes
+
+    def read(self, x: Tensor, readers: int) -> None:
+        """One of ``readers`` layers has read; behind the last one nothing lies on ``x`` any more."""
+        self._left = (readers if self._left is None else self._left) - 1
+        if self._left <= 0 and x.__dict__.get(_ATTRIBUTE) is self:
+            del x.__dict__[_ATTRIBUTE]
+
+
+def can_carry(x: Tensor) -> bool:
+    """True if codes may lie on ``x``: a plain intermediate result in eager mode."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.grad_fn is not None
+
+
+def shared_input(x: Tensor, *, make: bool = True) -> SharedInput | None:
+    """What lies on ``x``, valid for it as it now is; a new one if nothing does and ``make``. None if nothing may."""
+    if not can_carry(x):
+        return None
+    known: SharedInput | None = x.__dict__.get(_ATTRIBUTE)
+    if known is not None and known.version == x._version:
+        return known
+    if not make:
+        return None
+    known = SharedInput(x._version)
+    x.__dict__[_ATTRIBUTE] = known
+    return known
