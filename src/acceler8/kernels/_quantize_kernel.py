@@ -50,10 +50,10 @@ def _spread(group, GROUP_COLS: tl.constexpr, TILE: tl.constexpr):  # type: ignor
 
 @jit
 def _store_scale_inv(  # type: ignore[no-untyped-def]
-    scale_inv, ptr, rows, first_row, first_col, row_count, col_count,
+    scale_inv, ptr, rows, first_row, first_col, row_count, col_count, width,
     GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each tile stores the scales of the groups that start in it."""
+    """Each tile stores the scales of the groups that start in it. Blocks end where the codes' rows do."""
     zero = tl.zeros([1, 1], tl.int64)
     if GROUP_COLS == 0:
         if GROUP_ROWS == 0:
@@ -61,71 +61,93 @@ def _store_scale_inv(  # type: ignore[no-untyped-def]
         else:
             tl.store(ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None] & (zero + first_col == 0))
     elif GROUP_COLS == TILE:
-        blocks = tl.cdiv(col_count, TILE)
+        blocks = width // TILE
         block = first_col // TILE
         if GROUP_ROWS == TILE:
             tl.store(ptr + zero + (first_row // TILE) * blocks + block, scale_inv)
         else:
             tl.store(ptr + (rows * blocks + block)[:, None], scale_inv, mask=(rows < row_count)[:, None])
     else:
-        blocks = tl.cdiv(col_count, GROUP_COLS)
+        blocks = width // GROUP_COLS
         block = first_col // GROUP_COLS + tl.arange(0, TILE // GROUP_COLS)
-        inside = (rows < row_count)[:, None] & (block < blocks)[None, :]
+        inside = (rows < row_count)[:, None] & (block < tl.cdiv(col_count, GROUP_COLS))[None, :]
         tl.store(ptr + rows[:, None] * blocks + block[None, :], scale_inv, mask=inside)
 
 
 @jit
-def _quantize_tile(  # type: ignore[no-untyped-def]
-    x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, known_ptr, codes_ptr, inv_ptr, width,
+def quantize_tile(  # type: ignore[no-untyped-def]
+    x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, known_ptr, codes_ptr, inv_ptr, width, stop,
     E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, DELAYED: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile [rows, cols] whose groups and contraction run along dim 1; store codes and scales."""
+    """Quantise a tile [rows, cols] whose groups and contraction run along dim 1; store codes and scales.
+
+    Codes have ``width`` columns and are stored up to column ``stop``: that is ``width``, so that filler is stored as
+    the zeros it is, unless the tile is of a part of them that has a neighbour behind it.
+    """
     scale, scale_inv = _group_scale(
         magnitude_bits(x), amax_ptr, known_ptr, rows, row_count, FMT_MAX * MARGIN, POW2, GROUP_ROWS, GROUP_COLS,
         DELAYED, TILE,
     )  # fmt: skip
     codes = encode(x, _spread(scale, GROUP_COLS, TILE), FMT_MAX, E5M2, HARDWARE)
-    inside = (rows < row_count)[:, None] & (cols < width)[None, :]  # width: filler is stored too, as the zeros it is
+    inside = (rows < row_count)[:, None] & (cols < stop)[None, :]
     tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
     _store_scale_inv(
-        scale_inv, inv_ptr, rows, first_row, first_col, row_count, col_count, GROUP_ROWS, GROUP_COLS, TILE
+        scale_inv, inv_ptr, rows, first_row, first_col, row_count, col_count, width, GROUP_ROWS, GROUP_COLS, TILE
     )  # fmt: skip
+
+
+@jit
+def quantize_both(  # type: ignore[no-untyped-def]
+    x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, cols_at, known_ptr, staging_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, col_width, col_stop,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
+    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile in the orientations asked; the amaxes of columns lie ``cols_at`` behind those of rows."""
+    if DELAYED:
+        tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
+    if ROW:
+        quantize_tile(
+            x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
+            row_width, row_width, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
+        )  # fmt: skip
+    if COL:
+        quantize_tile(
+            tl.trans(x), cols, rows, first_col, first_row, col_count, row_count, amax_ptr + cols_at, known_ptr,
+            col_codes_ptr, col_inv_ptr, col_width, col_stop, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+            DELAYED, HARDWARE, TILE,
+        )  # fmt: skip
 
 
 @jit
 def quantize_tiles_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
-    row_count, col_count, row_stride, col_stride, row_width, col_width,
+    row_count, col_count, row_stride, col_stride, row_offset, cols_at, row_width, col_width, col_stop,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
     DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile a program, from the last to the first: the pass for amax ended there, and the L2 cache still holds it
-    (1 to 4 % of a cast, H200, 2026-11-30).
+    (1 to 4 % of a cast, H200, 2026-11-30). What is written is ``row_offset`` rows further down than ``x``.
     """
-    # a filled width ends in the tile in which the unfilled one does, so tiles of x cover the codes as well
+    # a filled width ends in the tile in which the unfilled one does (or in one that the grid adds), so tiles of x cover
+    # the codes as well
     first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), col_count, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, col_count = hidden(row_count, TILE), hidden(col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = as_fp32(tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0))
-    if DELAYED:
-        tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
-    if ROW:
-        _quantize_tile(
-            x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
-            row_width, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
-        )  # fmt: skip
-    if COL:
-        if ROW and GROUP_ROWS == 1 and GROUP_COLS == 0:
-            amax_ptr += row_count  # amax of columns lies behind that of rows
-        _quantize_tile(
-            tl.trans(x), cols, rows, first_col, first_row, col_count, row_count, amax_ptr, known_ptr, col_codes_ptr,
-            col_inv_ptr, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
-        )  # fmt: skip
+    quantize_both(
+        x, rows + row_offset, cols, first_row + row_offset, first_col, row_count + row_offset, col_count,
+        amax_ptr, cols_at, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
+        row_width, col_width, hidden(col_stop, TILE), ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX,
+        POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
+    )  # fmt: skip
 
 
 @jit

@@ -104,24 +104,9 @@ def _make_plan(
             outputs += [((shape[0], width), fmt.torch_dtype), (granularity.scale_shape(*shape), torch.float32)]
     if granularity is ROWWISE and rows is not None and cols is None and x.stride(1) == 1 and row_width <= _WIDEST_ROW:
         return _Plan(outputs, x.device, None, 0, _rows_launch(x, rows, row_width, pow2, margin), True)
-    fmt, cols_fmt = rows or cols, cols or rows
-    assert fmt is not None
-    assert cols_fmt is not None
-    known, staged = (None if t is None else t.view(torch.int32) for t in (amax, staging))
-    tile = _BLOCK_TILE if granularity.is_blockwise else _TILE
-    quantize = Launch(
-        quantize_tiles_kernel,
-        _triton.tiles(row_count, col_count, tile),
-        (
-            x, torch.int32, torch.int32 if known is None else known, torch.int32 if staged is None else staged,
-            torch.uint8, torch.float32, torch.uint8, torch.float32,
-        ),
-        (
-            row_count, col_count, *x.stride(), row_width, col_width, rows is not None, cols is not None,
-            fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin,
-            granularity.rows, granularity.cols, known is not None, _triton.has_fp8_conversion(x.device), tile,
-        ),
-        _WARPS,
+    quantize = tiles_launch(
+        x, rows, cols, granularity, (row_width, col_width), pow2, margin, amax, staging,
+        cols_at=row_count if rows is not None else 0,
     )  # fmt: skip
     if granularity.is_blockwise:
         return _Plan(outputs, x.device, None, 0, quantize, False)
@@ -129,7 +114,56 @@ def _make_plan(
         count = row_count * (rows is not None) + col_count * (cols is not None)
         find_amax = amax_launch(x, rows=rows is not None, cols=cols is not None)
         return _Plan(outputs, x.device, find_amax, count, quantize, False)
-    return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=known), 1, quantize, False)
+    return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=as_bits(amax)), 1, quantize, False)
+
+
+def tiles_launch(
+    x: Tensor,
+    rows: Format | None,
+    cols: Format | None,
+    granularity: Granularity,
+    widths: tuple[int, int],
+    pow2: bool,
+    margin: int,
+    amax: Tensor | None,
+    staging: Tensor | None,
+    *,
+    cols_at: int,
+    row_offset: int = 0,
+    col_stop: int | None = None,
+) -> Launch:
+    """The kernel that casts tensors like ``x``: called with ``x``, amaxes found (of columns from ``cols_at`` on), known
+    amax, staging, codes and scales of rows, codes and scales of columns.
+
+    ``widths`` are those of the codes of rows and of columns. Where ``x`` is rows ``row_offset`` on of a matrix, its
+    codes go to their places in that matrix's, those of columns up to ``col_stop``.
+    """
+    row_count, col_count = x.shape
+    fmt, cols_fmt = rows or cols, cols or rows
+    assert fmt is not None
+    assert cols_fmt is not None
+    stop = widths[1] if col_stop is None else col_stop
+    tile = _BLOCK_TILE if granularity.is_blockwise else _TILE
+    known, staged = as_bits(amax), as_bits(staging)
+    return Launch(
+        quantize_tiles_kernel,
+        _triton.tiles(max(row_count, stop - row_offset), col_count, tile),
+        (
+            x, torch.int32, torch.int32 if known is None else known, torch.int32 if staged is None else staged,
+            torch.uint8, torch.float32, torch.uint8, torch.float32,
+        ),
+        (
+            row_count, col_count, *x.stride(), row_offset, cols_at, *widths, stop, rows is not None, cols is not None,
+            fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin,
+            granularity.rows, granularity.cols, known is not None, _triton.has_fp8_conversion(x.device), tile,
+        ),
+        _WARPS,
+    )  # fmt: skip
+
+
+def as_bits(amax: Tensor | None) -> Tensor | None:
+    """An amax as kernels take it, ordered like an integer."""
+    return None if amax is None else amax.view(torch.int32)
 
 
 def _rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int) -> Launch:

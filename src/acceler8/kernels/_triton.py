@@ -100,6 +100,18 @@ def as_fp32(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def rounded_to(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 ``x`` in ``DTYPE`` (bf16, fp16 or fp32), round to nearest even."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # whose cast truncates there
+        bits = x.to(tl.uint32, bitcast=True)
+        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        high = tl.where(magnitude_bits(x) > 0x7F800000, 0x7FC0, high)
+        return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@jit
 def magnitude_bits(x):  # type: ignore[no-untyped-def]
     """|x| as the integer of its FP32 bits: ordered like the value, with NaN above inf, so max never loses a
     NaN.

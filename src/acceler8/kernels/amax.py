@@ -37,11 +37,13 @@ def is_known(amax_ptr):  # type: ignore[no-untyped-def]
 
 @jit
 def amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, known_ptr, out_ptr, row_count, col_count, row_stride, col_stride,
+    x_ptr, known_ptr, out_ptr, row_count, col_count, row_stride, col_stride, row_offset, cols_at,
     TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Max into ``out``, which holds zeros: the tensor's, or those of rows and behind them those of columns."""
+    """Max into ``out``, which holds zeros: the tensor's, or those of rows from ``row_offset`` on and those of columns
+    from ``cols_at`` on.
+    """
     if UNLESS_KNOWN and is_known(known_ptr):
         return
     first_row, first_col = tile_origin(tl.program_id(0), col_count, TILE)
@@ -49,33 +51,54 @@ def amax_kernel(  # type: ignore[no-untyped-def]
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
     bits = magnitude_bits(as_fp32(x))
+    max_into(
+        bits, out_ptr, out_ptr + row_offset, out_ptr + cols_at, rows, cols, row_count, col_count, TENSOR, ROWS, COLS
+    )  # fmt: skip
+
+
+@jit
+def max_into(  # type: ignore[no-untyped-def]
+    bits, out_ptr, rows_ptr, cols_ptr, rows, cols, row_count, col_count,
+    TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Max the magnitudes of a tile into the tensor's amax, into those of its rows and of its columns, as asked."""
     if TENSOR:
         tl.atomic_max(out_ptr, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     if ROWS:
-        tl.atomic_max(out_ptr + rows, tl.max(bits, 1), mask=rows < row_count, sem="relaxed")
+        tl.atomic_max(rows_ptr + rows, tl.max(bits, 1), mask=rows < row_count, sem="relaxed")
     if COLS:
-        if ROWS:
-            out_ptr += row_count
-        tl.atomic_max(out_ptr + cols, tl.max(bits, 0), mask=cols < col_count, sem="relaxed")
+        tl.atomic_max(cols_ptr + cols, tl.max(bits, 0), mask=cols < col_count, sem="relaxed")
 
 
 def amax_launch(
-    x: Tensor, *, tensor: bool = False, rows: bool = False, cols: bool = False, known: Tensor | None = None
+    x: Tensor,
+    *,
+    tensor: bool = False,
+    rows: bool = False,
+    cols: bool = False,
+    known: Tensor | None = None,
+    row_offset: int = 0,
+    all_rows: int | None = None,
 ) -> Launch:
     """The kernel for tensors like ``x`` [R, C]: called with ``x``, the known amax, and int32 zeros for the result, bit
     patterns of FP32: one for the tensor, or R for the rows and then C for the columns.
 
     ``x`` is not empty, any strides, on a device that runs Triton. Where ``known``, the int32 bits [1] of an amax, can
-    be used, the zeros stay zeros and ``x`` is not read.
+    be used, the zeros stay zeros and ``x`` is not read. Where ``x`` is rows ``row_offset`` on of a matrix of ``all_rows``
+    rows, the result is that matrix's.
     """
     row_count, col_count = x.shape
+    cols_at = (row_count if all_rows is None else all_rows) if rows else 0
     return Launch(
         amax_kernel,
         _triton.tiles(row_count, col_count, TILE),
         (x, torch.int32 if known is None else known, torch.int32),
-        (row_count, col_count, *x.stride(), tensor, rows, cols, known is not None, TILE),
+        (
+            row_count, col_count, *x.stride(), row_offset, cols_at,
+            tensor, rows, cols, known is not None, TILE,
+        ),
         WARPS,
-    )
+    )  # fmt: skip
 
 
 _plans: Plans[Launch] = Plans()

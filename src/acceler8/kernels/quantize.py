@@ -83,11 +83,19 @@ def _contiguous_filled(codes: Tensor, multiple: int) -> Tensor:
     return codes.contiguous()  # torch transposes a third faster with an FP8 dtype than with uint8
 
 
-def _cast_ref(
-    x: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity, **options: Any
+def cast_ref(
+    x: Tensor,
+    rows: Format | None,
+    cols: Format | None,
+    granularity: Granularity,
+    *,
+    staging: Tensor | None = None,
+    **options: Any,
 ) -> list[Tensor]:
     """Both orientations by reference: ``[codes, scale_inv]`` of ``rows``, of ``cols``, statistics, as asked."""
     out: list[Tensor] = []
+    if staging is not None:
+        torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
     packed = of_cols = None
     if rows is not None:
         codes, scale_inv, packed = quantize_ref(x, rows, granularity, **options)
@@ -98,7 +106,7 @@ def _cast_ref(
         inv = out[1].t().contiguous() if out[1].ndim else out[1].clone()
         out += [_contiguous_filled(out[0].t(), multiple), inv]
     elif cols is not None:
-        options["statistics"] = options["statistics"] and packed is None
+        options["statistics"] = options.get("statistics", False) and packed is None
         codes, scale_inv, of_cols = quantize_ref(x.t(), cols, granularity, **options)
         out += [codes, scale_inv]
     packed = of_cols if packed is None else packed
@@ -118,17 +126,16 @@ def _cast(
     if _triton.runs_on(x) and x.numel() and not statistics:
         return quantize_triton(x, rows_fmt, cols_fmt, granularity, pow2, margin, amax, staging)
     rows, cols = FORMATS.get(rows_fmt), FORMATS.get(cols_fmt)
-    out = _cast_ref(
-        x, rows, cols, GRANULARITIES[granularity], pow2=pow2, margin=margin, amax=amax, statistics=statistics
-    )
-    if staging is not None:
-        torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
-    return out
+    return cast_ref(
+        x, rows, cols, GRANULARITIES[granularity], pow2=pow2, margin=margin, amax=amax, staging=staging,
+        statistics=statistics,
+    )  # fmt: skip
 
 
-def _cast_fake(
+def cast_fake(
     x: Tensor, rows_fmt: str, cols_fmt: str, granularity: str, pow2: bool, margin: int, statistics: bool
 ) -> list[Tensor]:
+    """What a cast of ``x`` gives, without values."""
     groups = GRANULARITIES[granularity]
     multiple = groups.contraction_multiple
     out = []
@@ -155,7 +162,7 @@ def _cast_delayed(
 def _cast_delayed_fake(
     x: Tensor, amax: Tensor, staging: Tensor, rows_fmt: str, cols_fmt: str, pow2: bool, margin: int, statistics: bool
 ) -> _Five:
-    out = _cast_fake(x, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics)
+    out = cast_fake(x, rows_fmt, cols_fmt, TENSORWISE.name, pow2, margin, statistics)
     return _in_five_places(out, x, bool(rows_fmt), bool(cols_fmt))
 
 
@@ -176,7 +183,7 @@ library.define(
     " -> Tensor[]"
 )
 library.impl("quantize", _cast, "CompositeExplicitAutograd")
-torch.library.register_fake("acceler8::quantize", _cast_fake, lib=library)
+torch.library.register_fake("acceler8::quantize", cast_fake, lib=library)
 library.define(
     "quantize_delayed(Tensor x, Tensor amax, Tensor(a!) staging, str rows_fmt, str cols_fmt, bool pow2, int margin,"
     " bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"

@@ -1,0 +1,248 @@
+"""The Triton kernels of ``gated.py`` (formula, reference, dispatch); ``_gated_launch.py`` starts them.
+
+Forward and backward take ``f`` and its slope from one function and compute ``act`` by the same operations in the same
+order, so what backward casts for wgrad are the bits that forward cast. FP32, no fused multiply-add, every element alone:
+nothing depends on tiles or warps.
+"""
+
+from __future__ import annotations
+
+from acceler8.kernels._quantize_kernel import quantize_both, quantize_tile
+from acceler8.kernels._triton import (
+    as_fp32,
+    encode,
+    hidden,
+    jit,
+    magnitude_bits,
+    rounded_to,
+    scale_of,
+    tile_offsets,
+    tile_origin,
+    tl,
+)
+from acceler8.kernels.amax import is_known, max_into
+
+
+@jit
+def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``(f(gate), f'(gate))``. An exponential that overflows is divided by, and its argument is bounded where it also
+    multiplies, so both are finite for every finite gate.
+    """
+    if KIND == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif KIND == "gelu":
+        normal = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        value = gate * normal
+        slope = normal + gate * (0.3989422804014327 * tl.exp(-0.5 * (gate * gate)))
+    elif KIND == "gelu_tanh":  # 0.5 * (1 + tanh(t / 2)) is sigmoid(t), which does not cancel
+        near = tl.where(gate > 32.0, 32.0, gate)
+        near = tl.where(near < -32.0, -32.0, near)
+        square = near * near
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * square)))
+        value = gate * sigmoid
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * square)
+        slope = sigmoid + near * (sigmoid * (1.0 - sigmoid)) * inner
+    else:  # relu; a NaN is neither above nor below
+        value = tl.where(gate <= 0.0, 0.0, gate)
+        slope = tl.where(gate > 0.0, 1.0, value)
+    return value, slope
+
+
+@jit
+def _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``(up, f(gate), f'(gate))`` of a tile; zeros outside."""
+    at = x_ptr + rows[:, None] * row_stride + cols[None, :]
+    gate = as_fp32(tl.load(at, mask=inside, other=0.0))
+    up = as_fp32(tl.load(at + features, mask=inside, other=0.0))
+    value, slope = _activate(gate, KIND)
+    return up, value, slope
+
+
+@jit
+def _store_high(x, out_ptr, rows, cols, width, inside):  # type: ignore[no-untyped-def]
+    """Store FP32 ``x`` in the dtype of ``out`` [., width]."""
+    tl.store(out_ptr + rows[:, None] * width + cols[None, :], rounded_to(x, out_ptr.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------------- forward
+
+
+@jit
+def gated_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, codes_ptr, inv_ptr, out_ptr, row_count, features, row_stride, width,
+    KIND: tl.constexpr, E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
+    HIGH: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Whole rows of ``act`` in a program, so that their amax needs no pass of its own: ``x`` is read once."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
+    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    act = value * up
+    if HIGH:
+        _store_high(act, out_ptr, rows, cols, features, inside)
+    scale, scale_inv = scale_of(tl.max(magnitude_bits(act), 1)[:, None], FMT_MAX * MARGIN, POW2, False)
+    codes = encode(act, scale, FMT_MAX, E5M2, HARDWARE)
+    inside = (rows < row_count)[:, None] & (cols < width)[None, :]
+    tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
+    tl.store(inv_ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None])
+
+
+@jit
+def gated_amax_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, known_ptr, out_ptr, row_count, features, row_stride, cols_at,
+    KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes of ``act`` into ``out``, which holds zeros: the tensor's, or those of rows and of columns."""
+    if UNLESS_KNOWN and is_known(known_ptr):
+        return
+    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
+    rows, cols = tile_offsets(first_row, first_col, TILE)
+    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    bits = magnitude_bits(value * up)
+    max_into(bits, out_ptr, out_ptr, out_ptr + cols_at, rows, cols, row_count, features, TENSOR, ROWS, COLS)
+
+
+@jit
+def gated_tiles_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
+    row_count, features, row_stride, cols_at, row_width, col_width,
+    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
+    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``act`` a program, from the last to the first, as ``quantize_tiles_kernel``."""
+    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
+    rows, cols = tile_offsets(first_row, first_col, TILE)
+    row_count, features = hidden(row_count, TILE), hidden(features, TILE)
+    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    act = value * up
+    if HIGH:
+        _store_high(act, out_ptr, rows, cols, features, inside)
+    quantize_both(
+        act, rows, cols, first_row, first_col, row_count, features, amax_ptr, cols_at, known_ptr, staging_ptr,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, col_width, col_width,
+        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+        DELAYED, HARDWARE, TILE,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ backward
+
+
+@jit
+def _load_backward(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND: tl.constexpr,
+):  # fmt: skip
+    """``(d_act, up, f(gate), f'(gate))`` of a tile; zeros outside."""
+    d = as_fp32(tl.load(d_ptr + rows[:, None] * d_row_stride + cols[None, :] * d_col_stride, mask=inside, other=0.0))
+    up, value, slope = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    return d, up, value, slope
+
+
+@jit
+def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, known_ptr, act_known_ptr, out_ptr, row_count, features, d_row_stride, d_col_stride, row_stride,
+    cols_at, act_at,
+    KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ACT_TENSOR: tl.constexpr, ACT_COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes into ``out``, which holds zeros: of ``d_gate_up`` its own or those of its rows, from ``cols_at`` on those
+    of its 2F columns; from ``act_at`` on of ``act`` its own or those of its columns. Returns if all are known.
+    """
+    if UNLESS_KNOWN and is_known(known_ptr) and is_known(act_known_ptr):
+        return
+    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
+    rows, cols = tile_offsets(first_row, first_col, TILE)
+    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+    d, up, value, slope = _load_backward(
+        d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND
+    )  # fmt: skip
+    of_gate = magnitude_bits(d * up * slope)
+    of_up = magnitude_bits(d * value)
+    of_both = tl.maximum(of_gate, of_up)
+    cols_ptr, act_ptr = out_ptr + cols_at, out_ptr + act_at
+    max_into(of_both, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, TENSOR, ROWS, False)
+    max_into(of_gate, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, False, False, COLS)
+    max_into(of_up, out_ptr, out_ptr, cols_ptr + features, rows, cols, row_count, features, False, False, COLS)
+    of_act = magnitude_bits(value * up)
+    max_into(of_act, act_ptr, act_ptr, act_ptr, rows, cols, row_count, features, ACT_TENSOR, False, ACT_COLS)
+
+
+@jit
+def _store_half(  # type: ignore[no-untyped-def]
+    x, rows, cols, inside, first_row, first_col, row_count, stop, all_cols, amax_ptr, cols_at, known_ptr, staging_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
+    ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
+    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
+    if HIGH:
+        _store_high(x, out_ptr, rows, cols, all_cols, inside)
+    if DELAYED and (ROW or COL):
+        tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
+    if ROW:  # never filled: half of the width is a multiple already
+        quantize_tile(
+            x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
+            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
+        )  # fmt: skip
+    if COL:
+        quantize_tile(
+            tl.trans(x), cols, rows, first_col, first_row, stop, row_count, amax_ptr + cols_at, known_ptr,
+            col_codes_ptr, col_inv_ptr, col_width, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+            DELAYED, HARDWARE, TILE,
+        )  # fmt: skip
+
+
+@jit
+def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, col_width,
+    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
+    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
+    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``d_gate``, ``d_up`` and ``act`` a program, one after the other; three tiles read, up to five or seven
+    written. From the last to the first, as ``quantize_tiles_kernel``.
+    """
+    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
+    rows, cols = tile_offsets(first_row, first_col, TILE)
+    row_count, features = hidden(row_count, TILE), hidden(features, TILE)
+    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+    d, up, value, slope = _load_backward(
+        d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND
+    )  # fmt: skip
+    _store_half(
+        d * up * slope, rows, cols, inside, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
+        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
+        ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+        DELAYED, HARDWARE, TILE,
+    )  # fmt: skip
+    _store_half(
+        d * value, rows, cols + features, inside, first_row, first_col + features, row_count, 2 * features,
+        2 * features, amax_ptr, cols_at,
+        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
+        ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+        DELAYED, HARDWARE, TILE,
+    )  # fmt: skip
+    if ACT:
+        act = value * up
+        if DELAYED:
+            tl.atomic_max(act_staging_ptr, tl.max(tl.max(magnitude_bits(act), 1), 0), sem="relaxed")
+        quantize_tile(
+            tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_known_ptr,
+            act_codes_ptr, act_inv_ptr, col_width, col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
+            DELAYED, HARDWARE, TILE,
+        )  # fmt: skip

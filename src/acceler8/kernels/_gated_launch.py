@@ -1,0 +1,316 @@
+"""Launches the kernels of ``_gated_kernel.py``: which of them, on what grid, into what memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acceler8.formats import E5M2, FORMATS, Format
+from acceler8.kernels import _triton
+from acceler8.kernels._gated_kernel import (
+    gated_amax_kernel,
+    gated_backward_amax_kernel,
+    gated_backward_tiles_kernel,
+    gated_rows_kernel,
+    gated_tiles_kernel,
+)
+from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
+from acceler8.kernels._quantize_launch import as_bits
+from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
+
+Delayed = tuple[Tensor, Tensor]  # amax in use, staging
+
+# Elements a thread: 32 of each input, 64 where local blocks must not straddle tiles
+_TILE, _BLOCK_TILE = 64, 128
+_WARPS, _BLOCK_WARPS = 4, 8
+_BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 4, 8
+# Rows that a program holds whole, as in quantize
+_WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
+
+_Outputs = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class _Plan(NamedTuple):
+    """What one kind of call allocates and launches."""
+
+    outputs: _Outputs
+    places: tuple[int, ...]  # where each output pointer of the kernel lies: 0 nowhere, n output n - 1
+    device: torch.device
+    find_amax: Launch | None
+    amax_count: int
+    cast: Launch
+    is_one_pass: bool  # the kernel takes its inputs and outputs alone
+
+
+_plans: Plans[_Plan] = Plans()
+
+
+def gated_triton(
+    gate_up: Tensor,
+    activation: str,
+    rows: str,
+    cols: str,
+    granularity: str,
+    pow2: bool,
+    margin: int,
+    high_precision: bool,
+    delayed: Delayed | None = None,
+) -> list[Tensor]:
+    """Launch the kernels of the forward: ``[codes, scale_inv]`` of rows, of columns, then act, as asked.
+
+    ``gate_up`` [M, 2F] is not empty, contiguous along its rows, and lies on a device that runs Triton. Arguments as in
+    ``gated``, formats and granularity by name ("" where an orientation is not wanted). Deterministic.
+    """
+    device = gate_up.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return gated_triton(gate_up, activation, rows, cols, granularity, pow2, margin, high_precision, delayed)
+    key = (
+        "forward", gate_up.shape, gate_up.stride(), gate_up.dtype, device, alignment(gate_up), activation, rows, cols,
+        granularity, pow2, margin, high_precision, _alignments(delayed),
+    )  # fmt: skip
+    plan = _plans.get(
+        key,
+        lambda: _plan_forward(
+            gate_up, activation, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin,
+            high_precision, delayed,
+        ),
+    )  # fmt: skip
+    out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
+    stream, at_x = stream_of(device), address(gate_up)
+    at = [at_x, *map(address, out)]  # an address that is not asked for is not read
+    at_out = [at[i] for i in plan.places]
+    if plan.is_one_pass:
+        plan.cast(stream, at_x, *at_out)
+        return out
+    found = kept = at_x
+    known, staged = (at_x, at_x) if delayed is None else (address(t.view(torch.int32)) for t in delayed)
+    if plan.find_amax is not None:
+        found, kept = zeros(plan.amax_count, gate_up, device, stream)
+        plan.find_amax(stream, at_x, known, found)
+    plan.cast(stream, at_x, found, known, staged, *at_out)
+    del kept
+    return out
+
+
+def gated_backward_triton(
+    d_act: Tensor,
+    gate_up: Tensor,
+    activation: str,
+    rows: str,
+    cols: str,
+    act_cols: str,
+    granularity: str,
+    pow2: bool,
+    margin: int,
+    high_precision: bool,
+    delayed: Delayed | None = None,
+    act_delayed: Delayed | None = None,
+) -> list[Tensor]:
+    """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and of columns of d_gate_up, of columns of act,
+    then d_gate_up, as asked.
+
+    As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's.
+    """
+    device = gate_up.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return gated_backward_triton(
+                d_act, gate_up, activation, rows, cols, act_cols, granularity, pow2, margin, high_precision, delayed,
+                act_delayed,
+            )  # fmt: skip
+    # what is not asked for is neither read nor staged, so either pair may stand for the other
+    first, second = delayed or act_delayed, act_delayed or delayed
+    key = (
+        "backward", gate_up.shape, gate_up.stride(), gate_up.dtype, device, alignment(gate_up),
+        d_act.stride(), d_act.dtype, alignment(d_act), activation, rows, cols, act_cols, granularity, pow2, margin,
+        high_precision, _alignments(first), _alignments(second),
+    )  # fmt: skip
+    plan = _plans.get(
+        key,
+        lambda: _plan_backward(
+            d_act, gate_up, activation, (FORMATS.get(rows), FORMATS.get(cols), FORMATS.get(act_cols)),
+            GRANULARITIES[granularity], pow2, margin, high_precision, first, second,
+        ),
+    )  # fmt: skip
+    out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
+    stream, at_d, at_x = stream_of(device), address(d_act), address(gate_up)
+    at = [at_x, *map(address, out)]
+    found = kept = at_x
+    known = staged = act_known = act_staged = at_x
+    if first is not None and second is not None:
+        known, staged, act_known, act_staged = (address(t.view(torch.int32)) for t in (*first, *second))
+    if plan.find_amax is not None:
+        found, kept = zeros(plan.amax_count, gate_up, device, stream)
+        plan.find_amax(stream, at_d, at_x, known, act_known, found)
+    plan.cast(stream, at_d, at_x, found, known, staged, act_known, act_staged, *(at[i] for i in plan.places))
+    del kept
+    return out
+
+
+def _alignments(delayed: Delayed | None) -> tuple[int, int] | None:
+    return None if delayed is None else (alignment(delayed[0]), alignment(delayed[1]))
+
+
+def _pointers(delayed: Delayed | None) -> tuple[Tensor | torch.dtype, Tensor | torch.dtype]:
+    """What a launch is compiled for: known amax and staging, as bits."""
+    if delayed is None:
+        return torch.int32, torch.int32
+    known, staged = as_bits(delayed[0]), as_bits(delayed[1])
+    assert known is not None and staged is not None
+    return known, staged
+
+
+def _lay_out(
+    operands: list[tuple[Format | None, int, int]],
+    granularity: Granularity,
+    high: tuple[tuple[int, ...], torch.dtype] | None,
+) -> tuple[_Outputs, tuple[int, ...]]:
+    """``(outputs, places)`` of operands (format, rows, columns), of which some are not asked for, and of a last tensor
+    in high precision.
+    """
+    outputs: _Outputs = []
+    places: list[int] = []
+    multiple = granularity.contraction_multiple
+    for fmt, rows, cols in operands:
+        if fmt is None:
+            places += [0, 0]
+            continue
+        width = cols + -cols % multiple
+        outputs += [((rows, width), fmt.torch_dtype), (granularity.scale_shape(rows, cols), torch.float32)]
+        places += [len(outputs) - 1, len(outputs)]
+    if high is not None:
+        outputs.append(high)
+    places.append(0 if high is None else len(outputs))
+    return outputs, tuple(places)
+
+
+def _plan_forward(
+    x: Tensor,
+    activation: str,
+    rows: Format | None,
+    cols: Format | None,
+    granularity: Granularity,
+    pow2: bool,
+    margin: int,
+    high_precision: bool,
+    delayed: Delayed | None,
+) -> _Plan:
+    row_count, features = x.shape[0], x.shape[1] // 2
+    multiple = granularity.contraction_multiple
+    row_width, col_width = features + -features % multiple, row_count + -row_count % multiple
+    outputs, places = _lay_out(
+        [(rows, row_count, features), (cols, features, row_count)],
+        granularity,
+        ((row_count, features), x.dtype) if high_precision else None,
+    )
+    hardware = _triton.has_fp8_conversion(x.device)
+    if granularity is ROWWISE and rows is not None and cols is None and row_width <= _WIDEST_ROW:
+        extent = 1 << (row_width - 1).bit_length()
+        at_once = max(1, _ELEMENTS // extent)
+        launch = Launch(
+            gated_rows_kernel,
+            -(-row_count // at_once),
+            (x, torch.uint8, torch.float32, x.dtype),
+            (
+                row_count, features, x.stride(0), row_width, activation, rows is E5M2, rows.max, pow2, 2.0**-margin,
+                high_precision, hardware, at_once, extent,
+            ),
+            at_once * extent // _PER_WARP,
+        )  # fmt: skip
+        return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, True)
+    fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
+    cols_at = row_count if rows is not None else 0
+    known, staged = _pointers(delayed)
+    tile, warps = (_BLOCK_TILE, _BLOCK_WARPS) if granularity.is_blockwise else (_TILE, _WARPS)
+    programs = _triton.tiles(row_count, features, tile)
+    cast = Launch(
+        gated_tiles_kernel,
+        programs,
+        (x, torch.int32, known, staged, torch.uint8, torch.float32, torch.uint8, torch.float32, x.dtype),
+        (
+            row_count, features, x.stride(0), cols_at, row_width, col_width, activation,
+            rows is not None, cols is not None, high_precision, fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max,
+            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None, hardware, tile,
+        ),
+        warps,
+    )  # fmt: skip
+    if granularity.is_blockwise or (rows is None and cols is None):
+        return _Plan(outputs, places, x.device, None, 0, cast, False)
+    by_row = granularity is ROWWISE
+    find_amax = Launch(
+        gated_amax_kernel,
+        programs,
+        (x, known, torch.int32),
+        (
+            row_count, features, x.stride(0), cols_at, activation, not by_row, by_row and rows is not None,
+            by_row and cols is not None, delayed is not None, tile,
+        ),
+        warps,
+    )  # fmt: skip
+    count = row_count * (rows is not None) + features * (cols is not None) if by_row else 1
+    return _Plan(outputs, places, x.device, find_amax, count, cast, False)
+
+
+def _plan_backward(
+    d_act: Tensor,
+    x: Tensor,
+    activation: str,
+    formats: tuple[Format | None, Format | None, Format | None],
+    granularity: Granularity,
+    pow2: bool,
+    margin: int,
+    high_precision: bool,
+    delayed: Delayed | None,
+    act_delayed: Delayed | None,
+) -> _Plan:
+    rows, cols, act_cols = formats
+    row_count, features = d_act.shape
+    outputs, places = _lay_out(
+        [(rows, row_count, 2 * features), (cols, 2 * features, row_count), (act_cols, features, row_count)],
+        granularity,
+        ((row_count, 2 * features), x.dtype) if high_precision else None,
+    )
+    by_row = granularity is ROWWISE
+    has_d = rows is not None or cols is not None
+    cols_at = row_count if by_row and rows is not None else 0
+    act_at = cols_at + 2 * features * (cols is not None) if by_row else 1
+    asked = [fmt or E5M2 for fmt in formats]
+    strides = (*d_act.stride(), x.stride(0))
+    tile, warps = (_TILE, _BACKWARD_WARPS)
+    if granularity.is_blockwise:
+        tile, warps = _BLOCK_TILE, _BACKWARD_BLOCK_WARPS
+    programs = _triton.tiles(row_count, features, tile)
+    cast = Launch(
+        gated_backward_tiles_kernel,
+        programs,
+        (
+            d_act, x, torch.int32, *_pointers(delayed), *_pointers(act_delayed),
+            *(torch.uint8, torch.float32) * 3, x.dtype,
+        ),
+        (
+            row_count, features, *strides, cols_at, act_at, row_count + -row_count % granularity.contraction_multiple,
+            activation, rows is not None, cols is not None, act_cols is not None, high_precision,
+            *(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked),
+            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None,
+            _triton.has_fp8_conversion(x.device), tile,
+        ),
+        warps,
+    )  # fmt: skip
+    if granularity.is_blockwise or not (has_d or act_cols is not None):
+        return _Plan(outputs, places, x.device, None, 0, cast, False)
+    find_amax = Launch(
+        gated_backward_amax_kernel,
+        programs,
+        (d_act, x, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
+        (
+            row_count, features, *strides, cols_at, act_at, activation,
+            has_d and not by_row, by_row and rows is not None, by_row and cols is not None,
+            act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, tile,
+        ),
+        warps,
+    )  # fmt: skip
+    count = act_at + features * (act_cols is not None) if by_row else 2
+    return _Plan(outputs, places, x.device, find_amax, count, cast, False)

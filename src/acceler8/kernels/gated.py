@@ -1,0 +1,393 @@
+"""Gated activation, forward and backward, straight into FP8: the middle of a Llama-like MLP.
+
+    act = f(gate) * up        d_gate = d_act * up * f'(gate)        d_up = d_act * f(gate)
+
+The projections of gate and up are one GEMM over concatenated weights, so ``gate`` and ``up`` are the left and right
+half of one matrix, and so are their gradients. ``act`` is read by one GEMM of the forward and one of the backward, the
+gradients by two of the backward: none of them is ever needed in high precision, and here none of them meets memory in
+it. Nor is ``act`` kept for the backward, which computes it again, bit for bit, beside its own work.
+
+Everything is FP32 between the load and the cast. ``f`` is silu ``g * s(g)`` with ``s`` the sigmoid, gelu ``g * (1 +
+erf(g / sqrt(2))) / 2``, gelu_tanh ``g * s(2 * sqrt(2 / pi) * (g + 0.044715 g^3))`` (the usual tanh, which cancels,
+written as a sigmoid, which does not) or relu. (The kernels are in ``_gated_kernel.py``.)
+
+Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202; Hendrycks and Gimpel 2016, arXiv:1606.08415.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acceler8.errors import DtypeError, RecipeError, ShapeError
+from acceler8.formats import FORMATS, Format
+from acceler8.kernels import _triton
+from acceler8.kernels._gated_launch import Delayed, gated_backward_triton, gated_triton
+from acceler8.kernels._library import library, may_go_direct
+from acceler8.kernels.operand import Quantized
+from acceler8.kernels.quantize import cast_fake, cast_ref
+from acceler8.scaling import GRANULARITIES, TENSORWISE, Granularity
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def activate_ref(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Reference: ``(f(gate), f'(gate))`` in the dtype of ``gate``, FP32 or FP64; both finite where ``gate`` is."""
+    if activation == "silu":
+        sigmoid = 1.0 / (1.0 + torch.exp(-gate))
+        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    if activation == "gelu":
+        normal = 0.5 * (1.0 + torch.erf(gate * 0.5**0.5))
+        return gate * normal, normal + gate * (0.3989422804014327 * torch.exp(-0.5 * (gate * gate)))
+    if activation == "gelu_tanh":
+        near = torch.where(gate > 32.0, 32.0, torch.where(gate < -32.0, -32.0, gate))  # f is gate or 0 beyond
+        square = near * near
+        sigmoid = 1.0 / (1.0 + torch.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * square)))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * square)
+        return gate * sigmoid, sigmoid + near * (sigmoid * (1.0 - sigmoid)) * inner
+    value = torch.where(gate <= 0.0, 0.0, gate)
+    return value, torch.where(gate > 0.0, 1.0, value)
+
+
+def gated_ref(gate_up: Tensor, activation: str) -> Tensor:
+    """Reference: ``act`` [M, F] of ``gate_up`` [M, 2F], FP32 (FP64 if that is what comes), plain PyTorch."""
+    gate, up = _halves(gate_up)
+    return activate_ref(gate, activation)[0] * up
+
+
+def gated_backward_ref(d_act: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Reference: ``(d_gate_up [M, 2F], act [M, F])``, FP32 (FP64 if that is what comes), plain PyTorch."""
+    gate, up = _halves(gate_up)
+    value, slope = activate_ref(gate, activation)
+    d = d_act.to(gate.dtype)
+    return torch.cat([d * up * slope, d * value], 1), value * up
+
+
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = (gate_up if gate_up.dtype is torch.float64 else gate_up.float()).chunk(2, 1)
+    return gate, up
+
+
+# The library ops. A format is its name, or "" where that orientation is not wanted.
+
+
+def _gated(
+    gate_up: Tensor, activation: str, rows: str, cols: str, granularity: str, pow2: bool, margin: int,
+    high_precision: bool, delayed: Delayed | None = None,
+) -> list[Tensor]:  # fmt: skip
+    if _triton.runs_on(gate_up) and gate_up.numel():
+        return gated_triton(gate_up, activation, rows, cols, granularity, pow2, margin, high_precision, delayed)
+    act = gated_ref(gate_up, activation)
+    out = _codes_ref(act, rows, cols, granularity, pow2, margin, delayed)
+    return [*out, act.to(gate_up.dtype)] if high_precision else out
+
+
+def _codes_ref(
+    x: Tensor, rows: str, cols: str, granularity: str, pow2: bool, margin: int, delayed: Delayed | None
+) -> list[Tensor]:
+    if not (rows or cols):
+        return []
+    amax, staging = (None, None) if delayed is None else delayed
+    groups = GRANULARITIES[granularity]
+    return cast_ref(
+        x, FORMATS.get(rows), FORMATS.get(cols), groups, pow2=pow2, margin=margin, amax=amax, staging=staging
+    )  # fmt: skip
+
+
+def _gated_fake(
+    gate_up: Tensor, activation: str, rows: str, cols: str, granularity: str, pow2: bool, margin: int,
+    high_precision: bool,
+) -> list[Tensor]:  # fmt: skip
+    act = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    out = cast_fake(act, rows, cols, granularity, pow2, margin, False)
+    return [*out, act] if high_precision else out
+
+
+def _gated_backward(
+    d_act: Tensor, gate_up: Tensor, activation: str, rows: str, cols: str, act_cols: str, granularity: str,
+    pow2: bool, margin: int, high_precision: bool, delayed: Delayed | None = None, act_delayed: Delayed | None = None,
+) -> list[Tensor]:  # fmt: skip
+    if _triton.runs_on(gate_up) and gate_up.numel():
+        return gated_backward_triton(
+            d_act, gate_up, activation, rows, cols, act_cols, granularity, pow2, margin, high_precision, delayed,
+            act_delayed,
+        )  # fmt: skip
+    d, act = gated_backward_ref(d_act, gate_up, activation)
+    out = _codes_ref(d, rows, cols, granularity, pow2, margin, delayed)
+    out += _codes_ref(act, "", act_cols, granularity, pow2, margin, act_delayed)
+    return [*out, d.to(gate_up.dtype)] if high_precision else out
+
+
+def _gated_backward_fake(
+    d_act: Tensor, gate_up: Tensor, activation: str, rows: str, cols: str, act_cols: str, granularity: str,
+    pow2: bool, margin: int, high_precision: bool,
+) -> list[Tensor]:  # fmt: skip
+    d = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    out = cast_fake(d, rows, cols, granularity, pow2, margin, False)
+    out += cast_fake(gate_up.new_empty(d_act.shape), "", act_cols, granularity, pow2, margin, False)
+    return [*out, d] if high_precision else out
+
+
+# torch.compile takes an op that mutates an argument only if its results are single tensors, not a list: fixed places,
+# empty tensors for what was not asked
+
+
+def _in_places(out: list[Tensor], asked: tuple[str, ...], high_precision: bool, x: Tensor) -> tuple[Tensor, ...]:
+    left = iter(out)
+    placed = [next(left) if name else x.new_empty(0) for name in asked for _ in range(2)]
+    return *placed, next(left) if high_precision else x.new_empty(0)
+
+
+def _gated_delayed(
+    gate_up: Tensor, amax: Tensor, staging: Tensor, activation: str, rows: str, cols: str, pow2: bool, margin: int,
+    high_precision: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out = _gated(
+        gate_up, activation, rows, cols, TENSORWISE.name, pow2, margin, high_precision, (amax, staging)
+    )  # fmt: skip
+    return _in_places(out, (rows, cols), high_precision, gate_up)
+
+
+def _gated_delayed_fake(
+    gate_up: Tensor, amax: Tensor, staging: Tensor, activation: str, rows: str, cols: str, pow2: bool, margin: int,
+    high_precision: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out = _gated_fake(gate_up, activation, rows, cols, TENSORWISE.name, pow2, margin, high_precision)
+    return _in_places(out, (rows, cols), high_precision, gate_up)
+
+
+def _gated_backward_delayed(
+    d_act: Tensor, gate_up: Tensor, amax: Tensor, staging: Tensor, act_amax: Tensor, act_staging: Tensor,
+    activation: str, rows: str, cols: str, act_cols: str, pow2: bool, margin: int, high_precision: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out = _gated_backward(
+        d_act, gate_up, activation, rows, cols, act_cols, TENSORWISE.name, pow2, margin, high_precision,
+        (amax, staging), (act_amax, act_staging),
+    )  # fmt: skip
+    return _in_places(out, (rows, cols, act_cols), high_precision, gate_up)
+
+
+def _gated_backward_delayed_fake(
+    d_act: Tensor, gate_up: Tensor, amax: Tensor, staging: Tensor, act_amax: Tensor, act_staging: Tensor,
+    activation: str, rows: str, cols: str, act_cols: str, pow2: bool, margin: int, high_precision: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out = _gated_backward_fake(
+        d_act, gate_up, activation, rows, cols, act_cols, TENSORWISE.name, pow2, margin, high_precision
+    )  # fmt: skip
+    return _in_places(out, (rows, cols, act_cols), high_precision, gate_up)
+
+
+for _name, _schema, _function, _fake in (
+    (
+        "gated",
+        "(Tensor gate_up, str activation, str rows, str cols, str granularity, bool pow2, int margin,"
+        " bool high_precision) -> Tensor[]",
+        _gated,
+        _gated_fake,
+    ),
+    (
+        "gated_delayed",
+        "(Tensor gate_up, Tensor amax, Tensor(a!) staging, str activation, str rows, str cols, bool pow2, int margin,"
+        " bool high_precision) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _gated_delayed,
+        _gated_delayed_fake,
+    ),
+    (
+        "gated_backward",
+        "(Tensor d_act, Tensor gate_up, str activation, str rows, str cols, str act_cols, str granularity, bool pow2,"
+        " int margin, bool high_precision) -> Tensor[]",
+        _gated_backward,
+        _gated_backward_fake,
+    ),
+    (
+        "gated_backward_delayed",
+        "(Tensor d_act, Tensor gate_up, Tensor amax, Tensor(a!) staging, Tensor act_amax, Tensor(b!) act_staging,"
+        " str activation, str rows, str cols, str act_cols, bool pow2, int margin, bool high_precision)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _gated_backward_delayed,
+        _gated_backward_delayed_fake,
+    ),
+):
+    library.define(_name + _schema)
+    library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"acceler8::{_name}", _fake, lib=library)
+
+
+def gated(
+    gate_up: Tensor,
+    activation: str,
+    rows: Format | None,
+    cols: Format | None,
+    granularity: Granularity,
+    *,
+    pow2: bool = False,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    staging: Tensor | None = None,
+    high_precision: bool = False,
+) -> tuple[Quantized | None, Quantized | None, Tensor | None]:
+    """``act = f(gate) * up`` in FP8, as it lies (``rows``), transposed (``cols``), and itself (``high_precision``).
+
+    Shape: gate_up [M, 2F] bf16, fp16 or fp32, contiguous along its rows, gate left, up right -> codes [M, F'] for
+        ``rows``, [F, M'] for ``cols``, act [M, F] in gate_up's dtype; None for what was not asked. ``activation`` is
+        one of ``ACTIVATIONS``.
+    Scales, filler, delayed scaling, saturation and NaN: as ``quantize`` does it, of the FP32 ``act``, which is rounded
+        to FP8 once, not to 16 bits before. Without codes nothing is staged.
+    Numerics: FP32, each operation rounded once. With u = 2^-24, on a GPU exp within (1.5 |t| + 4) u, a division within
+        4 u and erf within 4 u: act is within (1.5 |g| + 11) u of its own magnitude (silu), within |up g| 5 u + 2 u
+        |act| (gelu), within (7.5 |t| + 12) u with t the sigmoid's argument (gelu_tanh), within u (relu); absolutely
+        2^-100 |up| where the sigmoid underflows. Deterministic.
+        An infinite gate may give NaN where the limit would be 0. M may be 0.
+    Raises: ShapeError, DtypeError as ``quantize``, for an odd number of columns, and for rows that are not contiguous;
+        RecipeError for another activation.
+    """
+    _check_gate_up("gated", gate_up, activation)
+    if rows is None and cols is None and not high_precision:
+        raise DtypeError("gated was asked for nothing; give rows=, cols= or both a Format, or set high_precision=True")
+    delayed = _pair("gated", amax, staging, granularity)
+    names = _name_of(rows), _name_of(cols)
+    out: list[Tensor] | tuple[Tensor, ...]
+    if may_go_direct(gate_up) and _triton.runs_on(gate_up) and gate_up.numel():
+        out = gated_triton(gate_up, activation, *names, granularity.name, pow2, margin, high_precision, delayed)
+    elif delayed is not None:
+        placed = torch.ops.acceler8.gated_delayed.default(
+            gate_up, *delayed, activation, *names, pow2, margin, high_precision
+        )
+        out = _asked(placed, names, high_precision)
+    else:
+        out = torch.ops.acceler8.gated.default(
+            gate_up, activation, *names, granularity.name, pow2, margin, high_precision
+        )
+    as_rows = Quantized(out[0], out[1], granularity) if rows is not None else None
+    behind = 0 if rows is None else 2
+    as_cols = Quantized(out[behind], out[behind + 1], granularity) if cols is not None else None
+    return as_rows, as_cols, out[-1] if high_precision else None
+
+
+def gated_backward(
+    d_act: Tensor,
+    gate_up: Tensor,
+    activation: str,
+    d_rows: Format | None,
+    d_cols: Format | None,
+    act_cols: Format | None,
+    granularity: Granularity,
+    *,
+    pow2: bool = False,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    staging: Tensor | None = None,
+    act_amax: Tensor | None = None,
+    act_staging: Tensor | None = None,
+    high_precision: bool = False,
+) -> tuple[Quantized | None, Quantized | None, Quantized | None, Tensor | None]:
+    """``d_gate_up = [d_act * up * f'(gate), d_act * f(gate)]`` in FP8, and ``act`` again for the wgrad of the next GEMM.
+
+    Shape: d_act [M, F] any strides, gate_up [M, 2F] contiguous along its rows, bf16, fp16 or fp32 each -> codes
+        [M, 2F] for ``d_rows``, [2F, M'] for ``d_cols``, codes of act [F, M'] for ``act_cols``, and d_gate_up [M, 2F] in
+        gate_up's dtype if ``high_precision``; None for what was not asked.
+    Scales: those of the whole d_gate_up: a row's amax, and the tensor's, run over both halves. Delayed scaling with
+        ``amax`` and ``staging`` for d_gate_up, ``act_amax`` and ``act_staging`` for act: as ``quantize``, for each whose
+        codes are asked, or for none.
+    Numerics: as ``gated``, and act has the bits that ``gated`` gave it. With e and u as there, f' is within 4 e + 16 u
+        of max(1, |g|) times; d_gate adds 2 u, d_up 1 u. Deterministic. M may be 0.
+    Raises: ShapeError if F is not a multiple of ``granularity.contraction_multiple`` (the halves would share a group or
+        filler), and as ``gated``; DtypeError; RecipeError.
+    """
+    _check_gate_up("gated_backward", gate_up, activation)
+    _check_d_act(d_act, gate_up, granularity)
+    if d_rows is None and d_cols is None and act_cols is None and not high_precision:
+        raise DtypeError(
+            "gated_backward was asked for nothing; give d_rows=, d_cols= or act_cols= a Format, or set"
+            " high_precision=True"
+        )
+    names = _name_of(d_rows), _name_of(d_cols), _name_of(act_cols)
+    has_d = d_rows is not None or d_cols is not None
+    delayed = _pair("gated_backward", amax, staging, granularity) if has_d else None
+    act_delayed = _pair("gated_backward", act_amax, act_staging, granularity) if act_cols is not None else None
+    if has_d and act_cols is not None and (delayed is None) != (act_delayed is None):
+        raise ShapeError(
+            "gated_backward got an amax of earlier steps for one of d_gate_up and act; allowed: for both or neither"
+        )
+    out: list[Tensor] | tuple[Tensor, ...]
+    if may_go_direct(gate_up) and may_go_direct(d_act) and _triton.runs_on(gate_up) and gate_up.numel():
+        out = gated_backward_triton(
+            d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision, delayed, act_delayed
+        )
+    elif delayed is not None or act_delayed is not None:
+        unused = gate_up.new_zeros(1, dtype=torch.float32), gate_up.new_zeros(1, dtype=torch.float32)
+        placed = torch.ops.acceler8.gated_backward_delayed.default(
+            d_act, gate_up, *(delayed or unused), *(act_delayed or unused), activation, *names,
+            pow2, margin, high_precision,
+        )  # fmt: skip
+        out = _asked(placed, names, high_precision)
+    else:
+        out = torch.ops.acceler8.gated_backward.default(
+            d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision
+        )
+    left = iter(out)
+    codes = [
+        None if fmt is None else Quantized(next(left), next(left), granularity) for fmt in (d_rows, d_cols, act_cols)
+    ]
+    return codes[0], codes[1], codes[2], out[-1] if high_precision else None
+
+
+def _name_of(fmt: Format | None) -> str:
+    return "" if fmt is None else fmt.name
+
+
+def _asked(placed: tuple[Tensor, ...], names: tuple[str, ...], high_precision: bool) -> list[Tensor]:
+    """The results of an op with fixed places, without those that were not asked for."""
+    out = [placed[2 * i + j] for i, name in enumerate(names) if name for j in (0, 1)]
+    return [*out, placed[-1]] if high_precision else out
+
+
+def _pair(op: str, amax: Tensor | None, staging: Tensor | None, granularity: Granularity) -> Delayed | None:
+    if amax is None and staging is None:
+        return None
+    if granularity is not TENSORWISE:
+        raise ShapeError(f"{op} got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
+    if amax is None or staging is None:
+        got, missing = ("staging", "amax") if amax is None else ("amax", "staging")
+        raise ShapeError(f"{op} got {got} but no {missing}; allowed: both (delayed scaling) or neither")
+    return amax, staging
+
+
+def _check_gate_up(op: str, gate_up: Tensor, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise RecipeError(f"{op} got activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ShapeError(
+            f"{op} got gate_up {tuple(gate_up.shape)}; allowed: [M, 2F], gate left and up right; flatten batch"
+            " dimensions first"
+        )
+    if gate_up.dtype not in _INPUT_DTYPES:
+        raise DtypeError(f"{op} got gate_up in {gate_up.dtype}; allowed: bfloat16, float16, float32; cast it first")
+    if gate_up.stride(1) != 1:
+        raise ShapeError(
+            f"{op} got gate_up with strides {gate_up.stride()}; allowed: contiguous rows, as a GEMM writes them; call"
+            " .contiguous() first"
+        )
+
+
+def _check_d_act(d_act: Tensor, gate_up: Tensor, granularity: Granularity) -> None:
+    features = gate_up.shape[1] // 2
+    if d_act.shape != (gate_up.shape[0], features):
+        raise ShapeError(
+            f"gated_backward got d_act {tuple(d_act.shape)} and gate_up {tuple(gate_up.shape)}; allowed: [M, F] and"
+            " [M, 2F]"
+        )
+    if d_act.dtype not in _INPUT_DTYPES:
+        raise DtypeError(
+            f"gated_backward got d_act in {d_act.dtype}; allowed: bfloat16, float16, float32; cast it first"
+        )
+    if features % granularity.contraction_multiple:
+        raise ShapeError(
+            f"gated_backward got F={features} with {granularity} scales; allowed: multiples of"
+            f" {granularity.contraction_multiple}, so that gate and up share no group and no filler; choose other"
+            " scales or keep the MLP unfused"
+        )
+
+
+__all__ = ["ACTIVATIONS", "activate_ref", "gated", "gated_backward", "gated_backward_ref", "gated_ref"]
