@@ -1,6 +1,6 @@
 """A training step of a few Llama-3-8B layers: BF16, and each recipe, in one process on the same data.
 
-    python benchmarks/bench_step.py [--layers 4] [--batch 4] [--length 4096] [recipe ...]
+    python benchmarks/bench_step.py [--layers 4] [--batch 4] [--length 4096] [--no-fuse] [recipe ...]
 
 BF16 parameters, fused AdamW, random tokens, output head in BF16. Prints step time, tokens a second, peak memory, memory
 held between forward and backward, and the loss after the last step (so that a broken recipe is not timed unseen).
@@ -22,28 +22,47 @@ from acceler8 import recipes
 VOCABULARY = 32000
 
 
-class Layer(nn.Module):
-    """Pre-norm attention and gated MLP in the shape of Llama-3-8B."""
+class Attention(nn.Module):
+    """Causal attention in the shape of Llama-3-8B."""
 
-    def __init__(self, width: int = 4096, ffn: int = 14336, heads: int = 32, kv_heads: int = 8) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, head = heads, kv_heads, width // heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.q_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.k_proj, self.v_proj = (nn.Linear(width, kv_heads * head, bias=False) for _ in range(2))
-        self.gate_proj, self.up_proj = (nn.Linear(width, ffn, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(ffn, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.attention_norm(x)
+    def forward(self, h: Tensor) -> Tensor:
         q, k, v = (
             proj(h).unflatten(-1, (n, -1)).transpose(1, 2)
             for proj, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
-        h = self.mlp_norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, width: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and gated MLP in the shape of Llama-3-8B."""
+
+    def __init__(self, width: int = 4096, ffn: int = 14336, heads: int = 32, kv_heads: int = 8) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.attention, self.mlp = Attention(width, heads, kv_heads), MLP(width, ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Model(nn.Module):
@@ -63,12 +82,14 @@ class Model(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def measure(recipe: str | None, layers: int, batch: int, length: int, steps: int = 14, warmup: int = 4) -> str:
+def measure(
+    recipe: str | None, layers: int, batch: int, length: int, fuse: bool, steps: int = 14, warmup: int = 4
+) -> str:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Model(layers).bfloat16()
     if recipe is not None:
-        acceler8.convert(model, acceler8.plan(model, recipe))
+        acceler8.convert(model, acceler8.plan(model, recipe, fuse=fuse))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -102,12 +123,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="run each layer by itself")
     args = parser.parse_args()
     print(f"{args.layers} layers, {args.batch} x {args.length} tokens; {facts()}")
     print("| variant | ms/step | tokens/s | peak GiB | GiB held for backward | loss after 14 steps |")
     print("|---|---|---|---|---|---|")
     for recipe in [None, *args.recipes]:
-        print(f"| {recipe or 'BF16'} | {measure(recipe, args.layers, args.batch, args.length)} |", flush=True)
+        print(
+            f"| {recipe or 'BF16'} | {measure(recipe, args.layers, args.batch, args.length, args.fuse)} |", flush=True
+        )
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from acceler8.backends.fusion import Fusion
 from acceler8.backends.protocol import Backend
 from acceler8.backends.registry import get, names
 
-__all__ = ["Backend", "get", "names"]
+__all__ = ["Backend", "Fusion", "get", "names"]

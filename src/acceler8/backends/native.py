@@ -7,14 +7,17 @@ Parameters stays right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from acceler8.backends.fusion import Fusion
 from acceler8.errors import PlanError
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
-from acceler8.nn import Fp8Linear, LayerState, ModelState
+from acceler8.nn import Fp8Linear, FusedGatedMLP, GatedMLPState, LayerState, ModelState, fuse, unfuse
+from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
 from acceler8.scaling import AmaxState
 
@@ -22,28 +25,11 @@ _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROLES = ("x", "w", "dy")
 
 
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class that the model's author gave a module, without the mixin that FSDP2 puts in front of it."""
-    cls = type(module)
-    if cls.__name__.startswith("FSDP") and any(b.__name__ == "FSDPModule" for b in cls.__mro__):
-        return next(b for b in cls.__mro__[1:] if b.__name__ not in ("FSDPModule",) and issubclass(b, nn.Module))
-    return cls
-
-
-def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Set a module's class from ``old`` to ``new``, behind FSDP2's mixin too if it is there."""
-    cls = type(module)
-    if cls is old:
-        module.__class__ = new
-        return
-    bases = tuple(new if base is old else base for base in cls.__bases__)
-    module.__class__ = type(cls.__name__.replace(old.__name__, new.__name__), bases, dict(cls.__dict__))
-
-
 class NativeBackend:
     """FP8 by acceler8's own kernels; on devices without FP8 GEMMs the same numerics, emulated."""
 
     name = "native"
+    fuses = True
 
     def unavailable(self) -> str | None:
         """Always there: pure PyTorch, with Triton on GPUs."""
@@ -88,21 +74,33 @@ class NativeBackend:
             return "its forward was replaced on the instance (a library's hook, say), so FP8 would not run"
         return None
 
-    def convert_layers(self, layers: list[tuple[str, nn.Module, Recipe]], state: ModelState) -> None:
+    def convert_layers(
+        self,
+        layers: list[tuple[str, nn.Module, Recipe]],
+        state: ModelState,
+        fusions: Sequence[tuple[Fusion, nn.Module]] = (),
+    ) -> None:
         """Change the class of each layer and give it its state."""
         amax = state.amax = _amax_state([layer for layer in layers if layer[2].is_delayed])
         if amax is not None:
             amax.schedule = state.schedule
         state.follow_clock()
-        slots = 0
+        slots, made = 0, {}
         for name, module, recipe in layers:
-            layer = LayerState(name, recipe, state.clock, schedule=state.schedule)
+            layer = made[name] = LayerState(name, recipe, state.clock, schedule=state.schedule)
             if recipe.is_delayed:
-                layer.amax, layer.first_slot = amax, slots
+                layer.amax, layer.places = amax, (slots, slots + 1, slots + 2)
                 slots += len(ROLES)
             state.codes.append(layer.codes)
             module.__dict__["_acceler8_layer"] = layer
             swap_class(module, nn.Linear, Fp8Linear)
+        _share(fusions, made, amax)
+        for fusion, module in fusions:
+            if fusion.kind == "gated MLP":
+                gate, up, down = (name.rpartition(".")[2] for name in fusion.layers)
+                mlp = GatedMLPState(fusion.name, gate, up, down, fusion.activation, plain_type(module))
+                state.codes.append(mlp.codes)
+                fuse(module, mlp)
 
     def restore_layers(self, model: nn.Module) -> None:
         """Set each class back and drop the state."""
@@ -110,6 +108,8 @@ class NativeBackend:
             if isinstance(module, Fp8Linear):
                 swap_class(module, Fp8Linear, nn.Linear)
                 del module.__dict__["_acceler8_layer"]
+            elif isinstance(module, FusedGatedMLP):
+                unfuse(module)
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
@@ -120,6 +120,23 @@ def _is_dense(weight: torch.Tensor) -> bool:
     kind = type(weight)
     plain = kind in (nn.Parameter, torch.Tensor) or kind.__name__ in ("DTensor", "FakeTensor")
     return plain and weight.layout is torch.strided
+
+
+def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerState], amax: AmaxState | None) -> None:
+    """Layers that read one activation know how many they are, and have one scale for it; gate and up of a gated MLP
+    are one layer, and have one scale for everything.
+    """
+    pairs = []
+    for fusion, _ in fusions:
+        first, *others = (layers[name] for name in fusion.layers[: 2 if fusion.kind == "gated MLP" else None])
+        for layer in (first, *others):
+            layer.readers = 1 + len(others)
+        for layer in others if first.amax is not None else ():
+            shared = ROLES if fusion.kind == "gated MLP" else ROLES[:1]
+            pairs += list(zip(layer.places[: len(shared)], first.places, strict=False))
+            layer.places = (*first.places[: len(shared)], *layer.places[len(shared) :])  # type: ignore[assignment]
+    if amax is not None:
+        amax.share(pairs)
 
 
 def _amax_state(layers: list[tuple[str, nn.Module, Recipe]]) -> AmaxState | None:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from acceler8 import backends
+from acceler8.backends import Fusion
 from acceler8.conversion.filters import tied_names
-from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, row_name
+from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
@@ -45,6 +46,7 @@ def convert(
     for name, module, recipe in layers:
         if reason := engine.refuses(module, recipe):
             raise PlanError(f"layer {name!r} cannot become FP8 any more: {reason}; plan the model again")
+    fusions = _planned_fusions(model, plan)
     named = dict(model.named_parameters(remove_duplicate=False))
     clock = clock or StepClock()
     state = ModelState(
@@ -56,7 +58,7 @@ def convert(
         dtypes={name: p.dtype for name, p in named.items()},
         schedule=None if plan.fp8_steps is None else Schedule(plan.fp8_steps, clock),
     )
-    engine.convert_layers(layers, state)
+    engine.convert_layers(layers, state, fusions)
     model.__dict__[ATTRIBUTE] = state
     return model
 
@@ -82,6 +84,15 @@ def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, 
                 raise PlanError(f"layer {row.name!r} is planned FP8 and the plan's recipes leave it; plan it again")
             layers.append((name, module, recipe))
     return layers
+
+
+def _planned_fusions(model: nn.Module, plan: Plan) -> list[tuple[Fusion, nn.Module]]:
+    """The plan's fusions with the modules that they are in."""
+    modules, fp8 = dict(model.named_modules()), {module_name(name) for name in plan.fp8_names}
+    for fusion in plan.fusions:
+        if fusion.name not in modules or not set(fusion.layers) <= fp8:
+            raise PlanError(f"the plan fuses {', '.join(fusion.parts)} of {fusion.name!r}, which are not there in FP8")
+    return [(fusion, modules[fusion.name]) for fusion in plan.fusions]
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from acceler8 import backends
-from acceler8.backends.native import plain_type
+from acceler8.backends import Fusion
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
-from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, module_name, row_name
+from acceler8.conversion.fusions import find_fusions
+from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.errors import PlanError, unknown_name
+from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
 from acceler8.scaling import StepWindow
@@ -79,6 +81,8 @@ class Plan:
     warnings: tuple[str, ...]
     fp8_steps: StepWindow | None = None
     """The steps in which the layers are in FP8; None: all."""
+    fusions: tuple[Fusion, ...] = ()
+    """FP8 layers that share work: codes of their input, or a whole gated MLP."""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -108,6 +112,7 @@ class Plan:
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "fp8_steps": None if self.fp8_steps is None else str(self.fp8_steps),
+            "fusions": [dataclasses.asdict(fusion) | {"layers": list(fusion.layers)} for fusion in self.fusions],
             "rows": rows,
         }
 
@@ -118,13 +123,16 @@ class Plan:
         for key in data:
             if key not in valid:
                 raise PlanError(unknown_name("plan key", key, valid))
-        if missing := [key for key in valid if key not in data and key != "fp8_steps"]:
+        if missing := [key for key in valid if key not in data and key not in ("fp8_steps", "fusions")]:
             raise PlanError(f"plan lacks {', '.join(missing)}; write it with Plan.to_dict()")
         try:
             rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
             totals = Totals(**data["totals"])
+            fusions = tuple(Fusion(**(f | {"layers": tuple(f["layers"])})) for f in data.get("fusions", ()))
         except (KeyError, TypeError) as error:
-            raise PlanError(f"a row or the totals of the plan are not as Plan.to_dict() writes them: {error}") from None
+            raise PlanError(
+                f"a row, a fusion or the totals of the plan are not as Plan.to_dict() writes them: {error}"
+            ) from None
         return cls(
             **{
                 **data,
@@ -133,6 +141,7 @@ class Plan:
                 "notes": tuple(data["notes"]),
                 "warnings": tuple(data["warnings"]),
                 "fp8_steps": _window(data.get("fp8_steps")),
+                "fusions": fusions,
                 "rows": rows,
             }
         )
@@ -149,6 +158,7 @@ def plan(
     skip: Iterable[str] | None = None,
     filter_fn: Filter | None = None,
     fp8_steps: str | StepWindow | None = None,
+    fuse: bool = True,
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
@@ -157,7 +167,9 @@ def plan(
     leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
     ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
     are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device. ``fp8_steps`` is the window
-    of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision.
+    of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fuse=False`` runs
+    each layer by itself, where otherwise those that read one activation share its codes and a gated MLP is one
+    operation.
     Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name or pattern that fits no
         layer (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
     """
@@ -199,7 +211,10 @@ def plan(
         elif not _what_is_fp8(own, weights[0].requires_grad):
             reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
         rows.append(_row(name, module, weights, reason, own))
-    return _finish(model, recipe, engine, rows, window)
+    fp8 = {module_name(row.name): recipe_of_layer(recipe, module_name(row.name))[1] for row in rows if row.is_fp8}
+    recipes = {name: own for name, own in fp8.items() if own is not None}
+    fusions = find_fusions(model, recipes) if fuse and engine.fuses else ()
+    return _finish(model, recipe, engine, rows, window, fusions)
 
 
 def _window(steps: str | StepWindow | None) -> StepWindow | None:
@@ -326,6 +341,7 @@ def _finish(
     engine: backends.Backend,
     rows: list[PlanRow],
     window: StepWindow | None,
+    fusions: tuple[Fusion, ...],
 ) -> Plan:
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
@@ -360,7 +376,16 @@ def _finish(
         notes=tuple(notes),
         warnings=tuple(warnings),
         fp8_steps=window,
+        fusions=fusions,
     )
+
+
+def _fusions_said(fusions: Iterable[Fusion]) -> list[str]:
+    """A line for each kind, with the first of that kind: ``fused: 32 x gated MLP, such as layers.0.mlp (...)``."""
+    kinds: dict[str, list[Fusion]] = {}
+    for fusion in fusions:
+        kinds.setdefault(f"{fusion.kind} ({', '.join(fusion.parts)})", []).append(fusion)
+    return [f"fused: {len(alike)} x {said}, such as {alike[0].name or ROOT}" for said, alike in kinds.items()]
 
 
 def render(plan: Plan, width: int = 120) -> str:
@@ -389,6 +414,8 @@ def render(plan: Plan, width: int = 120) -> str:
     )
     if plan.fp8_steps is not None:
         console.print(f"only in {plan.fp8_steps.said}, counted from 0; high precision outside", soft_wrap=True)
+    for line in _fusions_said(plan.fusions):
+        console.print(line, soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for warning in plan.warnings:

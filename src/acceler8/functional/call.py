@@ -15,7 +15,7 @@ from acceler8.errors import DoubleBackwardError
 from acceler8.formats import Format
 from acceler8.functional.shared_input import Cast, SharedInput
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import Quantized, multiply, quantize
+from acceler8.kernels import Quantized, multiply, quantize, quantize_concatenated
 from acceler8.recipes import Gemm, Operand, Recipe
 from acceler8.scaling import AmaxSlot, Granularity
 
@@ -81,13 +81,16 @@ class Call(NamedTuple):
             return rows, rows
         return rows, self.quantize(role, t, second.format, None, second.granularity)[0]
 
-    def weight(self, w: Tensor, orientation: str, operand: Operand) -> Quantized | None:
-        """The weight's codes, kept ones inside a window, else fresh; None if the operand is in high precision."""
+    def weight(self, w: Tensor | tuple[Tensor, ...], orientation: str, operand: Operand) -> Quantized | None:
+        """The weight's codes, kept ones inside a window, else fresh; None if the operand is in high precision.
+
+        Several weights that read one activation are one operand, row after row.
+        """
         if operand.format is None:
             return None
         kept = None
         if self.codes is not None:
-            self.codes.follow(w)
+            self.codes.follow(*(w if isinstance(w, tuple) else (w,)))
             kept = self.codes.get(orientation)
         if kept is not None and kept.codes.dtype is operand.format.torch_dtype:
             return kept
@@ -99,15 +102,28 @@ class Call(NamedTuple):
         return made
 
     def quantize(
-        self, role: str, t: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity
+        self,
+        role: str,
+        t: Tensor | tuple[Tensor, ...],
+        rows: Format | None,
+        cols: Format | None,
+        granularity: Granularity,
     ) -> tuple[Quantized | None, Quantized | None]:
         """Quantise ``t`` in the orientations asked for; ``(None, None)`` if none is."""
         if rows is None and cols is None:
             return None, None
-        amax = staging = None
-        if self.slots is not None:
-            slot: AmaxSlot = getattr(self.slots, role)
-            amax, staging = slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
+        amax, staging = self.scales_of(role)
+        if isinstance(t, tuple):  # nobody observes them: conversion runs such layers one by one then
+            return quantize_concatenated(
+                t,
+                rows,
+                cols,
+                granularity,
+                pow2=self.recipe.pow2_scales,
+                margin=self.recipe.margin,
+                amax=amax,
+                staging=staging,
+            )
         as_rows, as_cols, packed = quantize(
             t,
             rows,
@@ -122,6 +138,13 @@ class Call(NamedTuple):
         if self.observer is not None and packed is not None:
             self.observer(role, packed, t.numel())
         return as_rows, as_cols
+
+    def scales_of(self, role: str) -> tuple[Tensor | None, Tensor | None]:
+        """``(amax, staging)`` of an operand under delayed scaling, as ``quantize`` takes them; else None twice."""
+        if self.slots is None:
+            return None, None
+        slot: AmaxSlot = getattr(self.slots, role)
+        return slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
 
     def multiply(self, gemm: Gemm, a: Quantized | None, b: Quantized | None, bias: Tensor | None = None) -> Tensor:
         """``a @ b.T (+ bias)`` of a GEMM in FP8."""

@@ -19,13 +19,13 @@ from acceler8.kernels import Quantized
 
 
 class WeightCodes:
-    """Codes of one weight, kept while a window is open."""
+    """Codes of one weight, or of several that are one operand, kept while a window is open."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._kept: dict[str, Quantized] = {}
-        self._weight: Tensor | None = None  # an alias, so that its memory is not given to another weight
-        self._version = 0
+        # aliases, so that a weight's memory is not given to another, with their versions
+        self._weights: list[tuple[Tensor, int]] = []
 
     def open(self) -> None:
         """Keep codes from now on."""
@@ -43,21 +43,24 @@ class WeightCodes:
     def drop(self) -> None:
         """Drop codes (the weight changed); an open window stays open."""
         self._kept.clear()
-        self._weight = None
+        self._weights.clear()
 
-    def follow(self, weight: Tensor) -> None:
-        """Drop codes that were made of another tensor, or of this one before PyTorch counted a change of it.
+    def follow(self, *weights: Tensor) -> None:
+        """Drop codes that were made of other tensors, or of these before PyTorch counted a change of them.
 
         Catches assignment, swaps and counted in-place changes inside a window for the price of two comparisons. No
         substitute for closing it: edits through ``.data`` and fused optimizers are not counted.
         """
         if not self.is_open or torch.compiler.is_compiling():
             return
-        version = 0 if weight.is_inference() else weight._version
-        known = self._weight
-        if known is None or known.data_ptr() != weight.data_ptr() or self._version != version:
-            self._kept.clear()
-            self._weight, self._version = weight.detach(), version
+        versions = [0 if weight.is_inference() else weight._version for weight in weights]
+        if len(self._weights) == len(weights) and all(
+            known.data_ptr() == weight.data_ptr() and then == now
+            for (known, then), weight, now in zip(self._weights, weights, versions, strict=True)
+        ):
+            return
+        self._kept.clear()
+        self._weights = [(weight.detach(), now) for weight, now in zip(weights, versions, strict=True)]
 
     def get(self, orientation: str) -> Quantized | None:
         """Kept codes in this orientation (``rows`` or ``cols``), if there are any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acceler8.nn.gated_mlp import FusedGatedMLP, GatedMLPState, fuse, unfuse
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
@@ -15,12 +16,16 @@ from acceler8.nn.model_state import (
 
 __all__ = [
     "Fp8Linear",
+    "FusedGatedMLP",
+    "GatedMLPState",
     "LayerState",
     "ModelState",
     "find_state",
     "find_states",
     "fp8_layers",
     "fp8_state_dict",
+    "fuse",
     "load_fp8_state_dict",
     "state_of",
+    "unfuse",
 ]

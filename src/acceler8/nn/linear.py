@@ -33,7 +33,10 @@ class LayerState:
     clock: StepClock
     codes: WeightCodes = field(default_factory=WeightCodes)
     amax: AmaxState | None = None
-    first_slot: int = 0
+    places: tuple[int, int, int] = (0, 0, 0)
+    """Columns of x, w and dy in the amax state."""
+    readers: int = 1
+    """Layers that read the same activation, this one included."""
     observer: Observer | None = None
     evaluates_in_fp8: bool = False
     schedule: Schedule | None = None
@@ -44,7 +47,7 @@ class LayerState:
         """This layer's places in the model's amax state; None for current scaling."""
         if self.amax is None:
             return None
-        x, w, dy = (AmaxSlot(self.amax, self.first_slot + i) for i in range(3))
+        x, w, dy = (AmaxSlot(self.amax, place) for place in self.places)
         return LinearSlots(x, w, dy)
 
     def is_fp8(self, training: bool) -> bool:
@@ -103,6 +106,7 @@ class Fp8Linear(nn.Linear):
             slots=slots,
             codes=state.codes_for(self.training),
             observer=state.observer,
+            readers=state.readers,
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

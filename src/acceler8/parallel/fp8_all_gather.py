@@ -73,7 +73,7 @@ class GatheredCodes(WeightCodes):
             )
         return self._dtype
 
-    def follow(self, weight: Tensor) -> None:
+    def follow(self, *weights: Tensor) -> None:
         """Nothing to drop: each gather brings codes of the weight as it then is."""
 
     def get(self, orientation: str) -> Quantized:

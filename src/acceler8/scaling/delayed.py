@@ -38,12 +38,24 @@ class AmaxState:
         self.history_len, self.algo, self.interval = history_len, algo, interval
         self.steps = 0
         self.schedule: Schedule | None = None
+        self._followers: tuple[Tensor, Tensor] | None = None
         self.data = torch.zeros(HISTORY + history_len, len(names), dtype=torch.float32, device=device)
 
     def to(self, device: torch.device) -> None:
         """Move the state. A meta device is ignored: there is nothing to keep there."""
         if device.type != "meta" and device != self.data.device:
             self.data = self.data.to(device)
+            if self._followers is not None:
+                own, of = self._followers
+                self._followers = own.to(device), of.to(device)
+
+    def share(self, pairs: list[tuple[int, int]]) -> None:
+        """For each ``(slot, other)``: nothing casts by ``slot``, whose tensor is that of ``other`` or casts with it; at
+        each boundary it becomes a copy, so that what is saved says the same of all of them.
+        """
+        if pairs:
+            slots, others = (torch.tensor(column, device=self.data.device) for column in zip(*pairs, strict=True))
+            self._followers = slots, others
 
     @torch.no_grad()
     def update(self) -> None:
@@ -61,6 +73,9 @@ class AmaxState:
         if self.steps % self.interval == 0 or self.steps == 1:
             self.data[IN_USE].copy_(history[-1] if self.algo == "most_recent" else history.amax(0))
         staged.zero_()
+        if self._followers is not None:
+            slots, others = self._followers
+            self.data[:, slots] = self.data[:, others]
 
 
 @dataclass(frozen=True)
