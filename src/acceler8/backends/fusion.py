@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["shared input", "gated MLP"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class Fusion:
     name: str
     """Of the module."""
     layers: tuple[str, ...]
-    """Full names; of a gated MLP gate, up and down."""
+    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down."""
     activation: str = ""
 
     @property
