@@ -3,9 +3,9 @@
 A gated MLP is found by its structure, whatever it and its parts are called: its own forward is traced with its children
 as black boxes (``torch.fx``), and must be ``down(f(gate(x)) * up(x))`` and nothing else; gate and up may be the halves
 of one layer's result. The activation is recognised by its values. What a trace does not show (contexts such as
-``torch.no_grad``, a branch on ``self.training``, random numbers, notes on ``self``) is looked for beside it. Layers that
-read one activation are found by the names that attentions give them; a wrong guess costs no more than a common scale
-under delayed scaling, for codes are only shared on one and the same tensor object.
+``torch.no_grad``, a branch on ``self.training``, random numbers, notes on ``self``) is looked for beside it. Layers
+that read one activation are found by the names that attentions give them; a wrong guess costs no more than a common
+scale under delayed scaling, for codes are only shared on one and the same tensor object.
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ def _match(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
         return None
     left, right = product.args
     activated: Any
+    gate: Any
     up: Any
     for activated, up in ((left, right), (right, left)):
         function, gate = _activation_of(activated, module)

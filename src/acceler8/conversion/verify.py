@@ -62,8 +62,8 @@ def verify(
     **called twice** and both are real steps. Then also: every parameter with a gradient and a learning rate
     changed (``moved``), and the second step's forward used codes of the weights as the first step left them
     (``fresh``); and each gated MLP that ran as one operation gave what its layers give one by one on the step's own
-    input, as near as their formats are (``fused``; which did not run as one is said, with why). ``ignore`` names checks to leave out, for example ``("requires_grad",)`` after freezing
-    layers on purpose.
+    input, as near as their formats are (``fused``; which did not run as one is said, with why). ``ignore`` names checks
+    to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
@@ -378,8 +378,8 @@ class _FusedRuns:
         error, allowed = (got - want).norm(), _noise(first._acceler8_layer.recipe) * want.norm()
         if not error <= allowed:
             self.bad.append(
-                f"{name} as one operation differs from its layers one by one by {error / want.norm():.1%} of its output,"
-                f" its formats allow {allowed / want.norm():.1%}; plan the model with fuse=False"
+                f"{name} as one operation differs from its layers one by one by {error / want.norm():.1%} of its"
+                f" output, its formats allow {allowed / want.norm():.1%}; plan the model with fuse=False"
             )
 
     def result(self) -> tuple[list[str], str]:

@@ -64,7 +64,7 @@ class AmaxState:
         """
         if self._followers is not None:
             slots, others = self._followers
-            self.data.index_reduce_(1, others, self.data[:, slots], "amax")
+            self.data.scatter_reduce_(1, others.expand(len(self.data), -1), self.data[:, slots], "amax")
             self.data[:, slots] = self.data[:, others]
 
     @torch.no_grad()
