@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
+from acceler8.kernels.concatenated import quantize_concatenated
+from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward, gated_backward_ref, gated_ref
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
     check_operands,
@@ -15,15 +17,21 @@ from acceler8.kernels.scaled_matmul import (
 from acceler8.kernels.statistics import CastStatistics, read_statistics
 
 __all__ = [
+    "ACTIVATIONS",
     "HAVE_TRITON",
     "CastStatistics",
     "Quantized",
     "amax_ref",
     "check_operands",
     "compute_amax",
+    "gated",
+    "gated_backward",
+    "gated_backward_ref",
+    "gated_ref",
     "has_hardware_matmul",
     "multiply",
     "quantize",
+    "quantize_concatenated",
     "quantize_ref",
     "read_statistics",
     "scaled_matmul",
