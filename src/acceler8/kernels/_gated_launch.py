@@ -17,7 +17,7 @@ from acceler8.kernels._gated_kernel import (
     gated_tiles_kernel,
 )
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
-from acceler8.kernels._quantize_launch import as_bits
+from acceler8.kernels._quantize_launch import WIDEST_ROW, as_bits
 from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 
 Delayed = tuple[Tensor, Tensor]  # amax in use, staging
@@ -27,7 +27,7 @@ _TILE, _BLOCK_TILE = 64, 128
 _WARPS, _BLOCK_WARPS = 4, 8
 _BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 4, 8
 # Rows that a program holds whole, as in quantize
-_WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
+_ELEMENTS, _PER_WARP = 4096, 1024
 
 _Outputs = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -109,7 +109,7 @@ def gated_backward_triton(
     delayed: Delayed | None = None,
     act_delayed: Delayed | None = None,
 ) -> list[Tensor]:
-    """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and of columns of d_gate_up, of columns of act,
+    """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and columns of d_gate_up, of columns of act,
     then d_gate_up, as asked.
 
     As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's.
@@ -207,7 +207,7 @@ def _plan_forward(
         ((row_count, features), x.dtype) if high_precision else None,
     )
     hardware = _triton.has_fp8_conversion(x.device)
-    if granularity is ROWWISE and rows is not None and cols is None and row_width <= _WIDEST_ROW:
+    if granularity is ROWWISE and rows is not None and cols is None and row_width <= WIDEST_ROW:
         extent = 1 << (row_width - 1).bit_length()
         at_once = max(1, _ELEMENTS // extent)
         launch = Launch(
@@ -222,7 +222,8 @@ def _plan_forward(
         )  # fmt: skip
         return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, True)
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
-    cols_at = row_count if rows is not None else 0
+    by_row = granularity is ROWWISE
+    cols_at = row_count if by_row and rows is not None else 0
     known, staged = _pointers(delayed)
     tile, warps = (_BLOCK_TILE, _BLOCK_WARPS) if granularity.is_blockwise else (_TILE, _WARPS)
     programs = _triton.tiles(row_count, features, tile)
@@ -239,7 +240,6 @@ def _plan_forward(
     )  # fmt: skip
     if granularity.is_blockwise or (rows is None and cols is None):
         return _Plan(outputs, places, x.device, None, 0, cast, False)
-    by_row = granularity is ROWWISE
     find_amax = Launch(
         gated_amax_kernel,
         programs,

@@ -152,11 +152,13 @@ def quantize_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def quantize_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, codes_ptr, inv_ptr, row_count, col_count, row_stride, width,
+    x_ptr, codes_ptr, inv_ptr, row_count, col_count, row_stride, row_offset, width,
     E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows in a program, so that their amax needs no pass of its own: ``x`` is read once."""
+    """Whole rows in a program, so that their amax needs no pass of its own: ``x`` is read once. What is written is
+    ``row_offset`` rows further down.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
@@ -165,5 +167,5 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     scale, scale_inv = scale_of(tl.max(magnitude_bits(x), 1)[:, None], FMT_MAX * MARGIN, POW2, False)
     codes = encode(x, scale, FMT_MAX, E5M2, HARDWARE)
     inside = (rows < row_count)[:, None] & (cols < width)[None, :]
-    tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
-    tl.store(inv_ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None])
+    tl.store(codes_ptr + (rows + row_offset)[:, None] * width + cols[None, :], codes, mask=inside)
+    tl.store(inv_ptr + (rows + row_offset)[:, None], scale_inv, mask=(rows < row_count)[:, None])
