@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from acceler8.backends import Fusion
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
+from acceler8.functional.linears import cannot_merge
 from acceler8.recipes import Recipe
 
 _READERS = (
@@ -55,9 +56,12 @@ def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, 
             found.append(Fusion(kind="gated MLP", name=name, layers=layers, activation=mlp.activation))
         for readers in _READERS:
             present = [child for child in readers if child in own and child not in taken]
-            widths = {module._modules[child].in_features for child in present}
-            if len(present) > 1 and len(widths) == 1 and _agree(own[child] for child in present):
-                found.append(Fusion(kind="shared input", name=name, layers=tuple(prefix + child for child in present)))
+            parts = [child for child in map(module._modules.get, present) if isinstance(child, nn.Linear)]
+            reads_one = len({part.in_features for part in parts}) == 1
+            if len(present) > 1 and reads_one and _agree(own[child] for child in present):
+                can_merge = not cannot_merge(own[present[0]], [part.out_features for part in parts])
+                layers = tuple(prefix + child for child in present)
+                found.append(Fusion(kind="merged linears" if can_merge else "shared input", name=name, layers=layers))
     return tuple(found)
 
 

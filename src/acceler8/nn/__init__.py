@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from acceler8.nn.gated_mlp import FusedGatedMLP, GatedMLPState, fuse, unfuse
+from acceler8.nn.group import LinearGroup
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
@@ -19,6 +20,7 @@ __all__ = [
     "FusedGatedMLP",
     "GatedMLPState",
     "LayerState",
+    "LinearGroup",
     "ModelState",
     "find_state",
     "find_states",

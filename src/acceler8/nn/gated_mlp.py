@@ -13,21 +13,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from acceler8.functional.gated_mlp import gated_mlp
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.nn.class_change import swap_class
+from acceler8.nn.class_change import is_to_be_called, swap_class
 from acceler8.nn.linear import Fp8Linear
 
 _STATE = "_acceler8_fusion"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 
 
 @dataclass
@@ -92,7 +84,7 @@ class FusedGatedMLP(nn.Module):
             if layer.training is not self.training:
                 return None, f"{name} is not in the module's mode"
         for name, child in children.items():
-            if child is not None and (why := _is_to_be_called(child)):
+            if child is not None and (why := is_to_be_called(child)):
                 return None, f"{name} {why}"
         gate, up, down = parts = cast("tuple[Fp8Linear, Fp8Linear, Fp8Linear]", layers)
         states = [layer._acceler8_layer for layer in parts]
@@ -115,8 +107,6 @@ class FusedGatedMLP(nn.Module):
             return None, "dtypes or devices differ"
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return None, f"its input is a {type(x).__name__}"
-        if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
-            return None, "hooks on all modules"
         return parts, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -125,16 +115,6 @@ class FusedGatedMLP(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self._acceler8_fusion.author,), self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-def _is_to_be_called(module: nn.Module) -> str | None:
-    """Why the result is not that of the module's class alone; None if it is."""
-    attributes = module.__dict__
-    if any(attributes[hooks] for hooks in _HOOKS):
-        return "has a hook"
-    if "forward" in attributes:
-        return "has a forward of its own"
-    return None
 
 
 _classes: dict[type[nn.Module], type[FusedGatedMLP]] = {}
