@@ -26,7 +26,6 @@ from acceler8.kernels._triton import (
 )
 from acceler8.kernels.amax import is_known, max_into
 
-
 # the exponential and the reciprocal of NVIDIA's special function unit
 _PTX = constexpr(not INTERPRETED and torch.version.hip is None)
 
