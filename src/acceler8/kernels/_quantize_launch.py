@@ -167,8 +167,8 @@ def as_bits(amax: Tensor | None) -> Tensor | None:
 
 
 def rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Launch:
-    """The kernel that casts rows of tensors like ``x``, each with its own scale, from one read: called with ``x``, codes
-    and scales. ``width`` of the codes and ``row_offset`` as in ``tiles_launch``.
+    """The kernel that casts rows of tensors like ``x``, each with its own scale, from one read: called with ``x``,
+    codes and scales. ``width`` of the codes and ``row_offset`` as in ``tiles_launch``.
     """
     row_count, col_count = x.shape
     extent = 1 << (width - 1).bit_length()

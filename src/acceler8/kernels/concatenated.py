@@ -53,7 +53,7 @@ def _concatenated_triton(
     amax: Tensor | None = None,
     staging: Tensor | None = None,
 ) -> list[Tensor]:
-    """Launch the kernels: ``[codes, scale_inv]`` of rows, then of columns, as asked. No weight is empty; any strides."""
+    """Launch the kernels: ``[codes, scale_inv]`` of rows, then of columns, as asked. No weight is empty."""
     device = weights[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
