@@ -206,7 +206,7 @@ def _store_half(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
     if HIGH:
@@ -216,13 +216,13 @@ def _store_half(  # type: ignore[no-untyped-def]
     if ROW:  # never filled: half of the width is a multiple already
         quantize_tile(
             x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
-            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
+            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip
     if COL:
         quantize_tile(
             tl.trans(x), cols, rows, first_col, first_row, stop, row_count, amax_ptr + cols_at, known_ptr,
             col_codes_ptr, col_inv_ptr, col_width, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE,
+            DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``d_gate``, ``d_up`` and ``act`` a program, one after the other; three tiles read, up to five or seven
     written. From the last to the first, as ``quantize_tiles_kernel``.
@@ -251,14 +251,14 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
         d * up * slope, rows, cols, inside, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
         known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
         ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE,
+        DELAYED, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     _store_half(
         d * value, rows, cols + features, inside, first_row, first_col + features, row_count, 2 * features,
         2 * features, amax_ptr, cols_at,
         known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
         ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE,
+        DELAYED, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     if ACT:
         act = value * up
@@ -267,5 +267,5 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
         quantize_tile(
             tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_known_ptr,
             act_codes_ptr, act_inv_ptr, col_width, col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE,
+            DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip
