@@ -25,7 +25,8 @@ def check() -> None:
     for activation in ACTIVATIONS:
         *_, own = gated_backward(d, x, activation, None, None, None, ROWWISE, high_precision=True)
         act = gated(x, activation, None, None, ROWWISE, high_precision=True)[2]
-        assert act is not None and own is not None
+        assert act is not None
+        assert own is not None
         for granularity in (ROWWISE, TENSORWISE, BLOCK_1x128):
             rows = gated(x, activation, E4M3, None, granularity)[0]
             got = gated_backward(d, x, activation, E4M3, E4M3, E4M3, granularity)
