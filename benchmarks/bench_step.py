@@ -91,6 +91,8 @@ def measure(
     if recipe is not None:
         acceler8.convert(model, acceler8.plan(model, recipe, fuse=fuse))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if recipe is not None:
+        acceler8.attach(model, optimizer)
     tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     times, held, loss = [], 0, torch.zeros(())

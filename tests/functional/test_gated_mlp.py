@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.functional.support import NAMES, sqnr_db
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "relu": F.relu}
+KINK = {"dgate": 16.2, "dx": 19.2}  # dB: 0.012 of the elements against a half; dx has as much of dup, which has none
 RESULTS = ("y", "dx", "dgate", "dup", "ddown")
 
 
@@ -39,9 +41,7 @@ class Mlp:
 
     def leaves(self, requires_grad: str = "x gate up down") -> list[Tensor]:
         wanted = requires_grad.split()
-        return [
-            self.of[name].detach().clone().requires_grad_(name in wanted) for name in ("x", "gate", "up", "down")
-        ]
+        return [self.of[name].detach().clone().requires_grad_(name in wanted) for name in ("x", "gate", "up", "down")]
 
 
 def slots_for(recipe: Recipe, device: str = "cpu") -> tuple[LinearSlots, LinearSlots] | None:
@@ -95,16 +95,18 @@ def test_against_float64(name, activation, dtype, device):
 
     A GEMM of two Gaussian operands has 28.5 dB in E4M3, 24.6 dB if one is in E5M2. y holds gate and up (their product
     adds the noise of both) and one GEMM more; gradients hold up to two more, one of them with E5M2 by policy. The slope
-    of relu is a step: noise of 4 % in the gate puts 1 % of the elements on its other side, each an error of 100 %.
+    of relu is a step: noise of 4 % in the gate puts 1 % of the elements on its other side, an error of 100 % in each,
+    where half of the elements are zero.
     """
     mlp = Mlp(dtype=dtype, device=device)
     got, want = run(name, mlp, activation), reference(mlp, activation)
     e5m2 = recipes.get(name).dgrad.a.format.name == "E5M2"
     for result in RESULTS:
         expected = 23.5 if result == "y" else 22.5 - (3.0 if e5m2 else 0.0)
-        expected -= 3.0 if activation == "relu" and result in ("dx", "dgate") else 0.0
+        if activation == "relu" and result in KINK:
+            expected = -10 * math.log10(10 ** (-expected / 10) + 10 ** (-KINK[result] / 10))
         assert sqnr_db(got[result], want[result]) > expected - 2.0, result
-        assert sqnr_db(got[result], want[result], dim=1).min() > expected - 7.5, result  # the worst row
+        assert sqnr_db(got[result], want[result], dim=1).min() > expected - 9.0, result  # the worst row
         assert got[result].dtype == dtype
 
 
@@ -121,17 +123,16 @@ def test_near_the_layers_one_by_one(name, activation):
 
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
-def test_gate_and_up_are_bit_equal_to_two_layers(name, device):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_and_up_are_bit_equal_to_two_layers(name, dtype, device):
     """Seen in what is saved for backward."""
-    for dtype in DTYPES:
-        mlp = Mlp(dtype=dtype, device=device)
-        saved: list[Tensor] = []
-        x, gate, up, down = mlp.leaves()
-        with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            gated_mlp(x, gate, up, down, activation="silu", recipe=recipes.get(name))
-        (gate_up,) = [t for t in saved if t.shape == (40, 256)]
-        apart = [linear(x, w, recipe=recipes.get(name)) for w in (gate, up)]
-        assert torch.equal(gate_up, torch.cat(apart, 1))
+    saved: list[Tensor] = []
+    x, gate, up, down = Mlp(dtype=dtype, device=device).leaves()
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gated_mlp(x, gate, up, down, activation="silu", recipe=recipes.get(name))
+    (gate_up,) = [t for t in saved if t.shape == (40, 256)]
+    apart = [linear(x, w, recipe=recipes.get(name)) for w in (gate, up)]
+    assert torch.equal(gate_up, torch.cat(apart, 1))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -150,7 +151,9 @@ def test_gate_and_up_in_one_tensor(name, activation):
 
 def test_what_cannot_be_one_operation():
     assert cannot_fuse(recipes.get("rowwise"), 48) is None
-    assert cannot_fuse(recipes.get("mxfp8"), 48) == "48 features are not a multiple of 32: a block would span gate and up"
+    assert (
+        cannot_fuse(recipes.get("mxfp8"), 48) == "48 features are not a multiple of 32: a block would span gate and up"
+    )
     assert cannot_fuse(recipes.get("blockwise"), 192).startswith("192 features are not a multiple of 128")
     for part in ("fprop", "dgrad", "wgrad"):
         assert cannot_fuse(recipes.get("rowwise").with_gemms(**{part: False}), 128) == "a GEMM in high precision"
@@ -168,8 +171,8 @@ def test_any_number_of_tokens(name, shape, device):
     y.backward(mlp.of["dy"].reshape(y.shape))
     assert x.grad.shape == x.shape
     want = reference(mlp)
-    for got, result in ((y.reshape(-1, 48), "y"), (x.grad.reshape(-1, 64), "dx"), (gate.grad, "dgate"), (up.grad, "dup"),
-                        (down.grad, "ddown")):  # fmt: skip
+    results = (y.reshape(-1, 48), x.grad.reshape(-1, 64), gate.grad, up.grad, down.grad)
+    for got, result in zip(results, RESULTS, strict=True):
         assert (got.double() - want[result]).norm() <= 0.2 * want[result].norm()
 
 
@@ -239,7 +242,9 @@ class Work(TorchDispatchMode):
 
 
 COMBINATIONS = [
-    " ".join(itertools.chain(*(part.split() for part, is_in in zip(("x", "gate up", "down"), chosen, strict=True) if is_in)))
+    " ".join(
+        itertools.chain(*(part.split() for part, is_in in zip(("x", "gate up", "down"), chosen, strict=True) if is_in))
+    )
     for chosen in itertools.product((True, False), repeat=3)
 ]
 

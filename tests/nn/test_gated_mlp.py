@@ -213,7 +213,9 @@ def test_observed_layers_are_each_observed():
     with record_statistics(model) as statistics:
         outcome(model, batch())
     assert why_not(model) == "its layers are observed"
-    assert {(f"mlp.{name}", role) for name in ("w1", "w2", "w3") for role in ("x", "w", "dy")} == set(statistics.casts())
+    assert {(f"mlp.{name}", role) for name in ("w1", "w2", "w3") for role in ("x", "w", "dy")} == set(
+        statistics.casts()
+    )
     outcome(model, batch())
     assert why_not(model) is None
 
@@ -225,7 +227,7 @@ def test_global_hooks_see_every_layer():
         model(batch())
     finally:
         handle.remove()
-    assert why_not(model) == "hooks on all modules"
+    assert why_not(model) == "w1 has a hook (on all modules)"
     assert seen.count(Fp8Linear) == 3
 
 
@@ -265,8 +267,8 @@ def test_compiles_in_one_graph(recipe):
     torch.compiler.reset()
     model = fused(recipe)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_equal(outcome(model, batch(), call), outcome(unfused(recipe), batch()) if recipe == "rowwise" else outcome(
-        copy.deepcopy(model), batch(), torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)))  # fmt: skip
+    if recipe == "rowwise":
+        assert_equal(outcome(model, batch(), call), outcome(unfused(recipe), batch()))
     near(outcome(model, batch(), call), outcome(model, batch()), 0.02 if recipe == "rowwise" else 0.12)
     torch.compiler.reset()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["shared input", "gated MLP"]
+# "shared input": one cast; "merged linears": one operation; "gated MLP": one operation, with its activation
+Kind = Literal["shared input", "merged linears", "gated MLP"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from acceler8.backends.fusion import Fusion
 from acceler8.errors import PlanError
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
-from acceler8.nn import Fp8Linear, FusedGatedMLP, GatedMLPState, LayerState, ModelState, fuse, unfuse
+from acceler8.nn import Fp8Linear, FusedGatedMLP, GatedMLPState, LayerState, LinearGroup, ModelState, fuse, unfuse
 from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
 from acceler8.scaling import AmaxState
@@ -96,6 +96,12 @@ class NativeBackend:
             swap_class(module, nn.Linear, Fp8Linear)
         _share(fusions, made, amax)
         for fusion, module in fusions:
+            if fusion.kind == "merged linears":
+                children = [module._modules[name.rpartition(".")[2]] for name in fusion.layers]
+                group = LinearGroup(fusion.name, [child for child in children if isinstance(child, Fp8Linear)])
+                state.codes.append(group.codes)
+                for name in fusion.layers:
+                    made[name].group = group
             if fusion.kind == "gated MLP":
                 names = tuple(name.rpartition(".")[2] for name in fusion.layers)
                 mlp = GatedMLPState(fusion.name, names, fusion.activation, plain_type(module))
@@ -123,8 +129,8 @@ def _is_dense(weight: torch.Tensor) -> bool:
 
 
 def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerState], amax: AmaxState | None) -> None:
-    """Layers that read one activation know how many they are, and have one scale for it; gate and up of a gated MLP
-    are one layer, and have one scale for everything.
+    """Layers that read one activation know how many they are, and have one scale for it; those that run as one have one
+    scale for each of their operands.
     """
     pairs = []
     for fusion, _ in fusions:
@@ -132,7 +138,7 @@ def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerS
         for layer in (first, *others):
             layer.readers = 1 + len(others)
         for layer in others if first.amax is not None else ():
-            shared = ROLES if fusion.kind == "gated MLP" else ROLES[:1]
+            shared = ROLES[:1] if fusion.kind == "shared input" else ROLES
             pairs += list(zip(layer.places[: len(shared)], first.places, strict=False))
             layer.places = (*first.places[: len(shared)], *layer.places[len(shared) :])  # type: ignore[assignment]
     if amax is not None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from acceler8.backends import Fusion
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
+from acceler8.functional.linears import cannot_merge
 from acceler8.recipes import Recipe
 
 _READERS = (
@@ -59,9 +60,12 @@ def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, 
             found.append(Fusion(kind="gated MLP", name=name, layers=layers, activation=mlp.activation))
         for readers in _READERS:
             present = [child for child in readers if child in own and child not in taken]
-            widths = {module._modules[child].in_features for child in present}
-            if len(present) > 1 and len(widths) == 1 and _agree(own[child] for child in present):
-                found.append(Fusion(kind="shared input", name=name, layers=tuple(prefix + child for child in present)))
+            parts = [child for child in map(module._modules.get, present) if isinstance(child, nn.Linear)]
+            reads_one = len({part.in_features for part in parts}) == 1
+            if len(present) > 1 and reads_one and _agree(own[child] for child in present):
+                can_merge = not cannot_merge(own[present[0]], [part.out_features for part in parts])
+                layers = tuple(prefix + child for child in present)
+                found.append(Fusion(kind="merged linears" if can_merge else "shared input", name=name, layers=layers))
     return tuple(found)
 
 
@@ -73,8 +77,10 @@ def fits(fusion: Fusion, module: nn.Module, recipes: dict[str, Recipe], known: K
     names = [name.removeprefix(prefix) for name in fusion.layers]
     if not all(name in module._modules and prefix + name in recipes for name in names):
         return False
-    if fusion.kind == "shared input":
-        return _agree(recipes[name] for name in fusion.layers)
+    if fusion.kind != "gated MLP":
+        layers = [layer for name in names if isinstance(layer := module._modules[name], nn.Linear)]
+        can_merge = not cannot_merge(recipes[fusion.layers[0]], [layer.out_features for layer in layers])
+        return _agree(recipes[name] for name in fusion.layers) and (can_merge or fusion.kind == "shared input")
     mlp = _find_once(module, known)
     own = {name: recipes[prefix + name] for name in names}
     return mlp is not None and mlp == GatedMLP(tuple(names), fusion.activation) and _can_fuse(module, mlp, own)
@@ -204,20 +210,17 @@ def _match(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
     down: Any = _linear(output.args[0], module)
     if x.op != "placeholder" or down is None:
         return None
-    (product,) = down.args or (None,)
+    product: Any = down.args[0] if len(down.args) == 1 else None
     if not _is_call(product, operator.mul, torch.mul, "mul") or len(product.args) != 2:
         return None
     left, right = product.args
-    activated: Any
-    gate: Any
-    up: Any
     for activated, up in ((left, right), (right, left)):
         function, gate = _activation_of(activated, module)
         if function is None:
             continue
         wide = _one_layer(gate, up, module)
-        used = [x, *(wide or (gate, up)), activated, product, down, output]
-        layers = wide[:1] if wide else [gate, up]
+        used: list[Any] = [x, *(wide or (gate, up)), activated, product, down, output]
+        layers: list[Any] = wide[:1] if wide else [gate, up]
         is_all = len(nodes) == len(used) and set(nodes) == set(used)
         if not is_all or any(_linear(layer, module) is None or layer.args != (x,) for layer in layers):
             continue

@@ -42,6 +42,8 @@ class SharedInput:
         self.version = version
         self.column_amax: Tensor | None = None
         """[C] int32 bits of FP32: the largest magnitude of each column, where the tensor's producer found it."""
+        self.results: dict[int, Tensor] = {}
+        """What layers that run as one left for the others, by ``id`` of the layer."""
         self._codes: dict[Cast, Quantized] = {}
         self._left: int | None = None
 
@@ -56,7 +58,12 @@ class SharedInput:
     def read(self, x: Tensor, readers: int) -> None:
         """One of ``readers`` layers has read; behind the last one nothing lies on ``x`` any more."""
         self._left = (readers if self._left is None else self._left) - 1
-        if self._left <= 0 and x.__dict__.get(_ATTRIBUTE) is self:
+        if self._left <= 0:
+            self.leave(x)
+
+    def leave(self, x: Tensor) -> None:
+        """Take everything away from ``x``."""
+        if x.__dict__.get(_ATTRIBUTE) is self:
             del x.__dict__[_ATTRIBUTE]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
 from acceler8.kernels.concatenated import quantize_concatenated
-from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward
+from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward, gated_backward_ref, gated_ref
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
     check_operands,
@@ -26,6 +26,8 @@ __all__ = [
     "compute_amax",
     "gated",
     "gated_backward",
+    "gated_backward_ref",
+    "gated_ref",
     "has_hardware_matmul",
     "multiply",
     "quantize",

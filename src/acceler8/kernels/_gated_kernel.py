@@ -1,15 +1,19 @@
 """The Triton kernels of ``gated.py`` (formula, reference, dispatch); ``_gated_launch.py`` starts them.
 
 Forward and backward take ``f`` and its slope from one function and compute ``act`` by the same operations in the same
-order, so what backward casts for wgrad are the bits that forward cast. FP32, no fused multiply-add, every element alone:
-nothing depends on tiles or warps.
+order, so what backward casts for wgrad are the bits that forward cast. FP32, no fused multiply-add, every element
+alone: nothing depends on tiles or warps.
 """
 
 from __future__ import annotations
 
+import torch
+
 from acceler8.kernels._quantize_kernel import quantize_both, quantize_tile
 from acceler8.kernels._triton import (
+    INTERPRETED,
     as_fp32,
+    constexpr,
     encode,
     hidden,
     jit,
@@ -22,6 +26,25 @@ from acceler8.kernels._triton import (
 )
 from acceler8.kernels.amax import is_known, max_into
 
+# the exponential and the reciprocal of NVIDIA's special function unit
+_PTX = constexpr(not INTERPRETED and torch.version.hip is None)
+
+
+@jit
+def _sigmoid(t):  # type: ignore[no-untyped-def]
+    """``1 / (1 + exp(-t))``: 0 where the exponential overflows, 1 where it vanishes.
+
+    In PTX: Triton's own exponential and division guard against denormal numbers, ten instructions an element of
+    thirty; here those lie beside 1, or give a sigmoid below 2^-126, which is flushed to zero.
+    """
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;", "=f,f",
+            [t * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 1.0 / (1.0 + tl.exp(-t))
+
 
 @jit
 def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -29,7 +52,7 @@ def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     multiplies, so both are finite for every finite gate.
     """
     if KIND == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        sigmoid = _sigmoid(gate)
         value = gate * sigmoid
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     elif KIND == "gelu":
@@ -40,7 +63,7 @@ def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         near = tl.where(gate > 32.0, 32.0, gate)
         near = tl.where(near < -32.0, -32.0, near)
         square = near * near
-        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * square)))
+        sigmoid = _sigmoid(1.5957691216057308 * near * (1.0 + 0.044715 * square))
         value = gate * sigmoid
         inner = 1.5957691216057308 * (1.0 + 0.134145 * square)
         slope = sigmoid + near * (sigmoid * (1.0 - sigmoid)) * inner
@@ -183,7 +206,7 @@ def _store_half(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
     if HIGH:
@@ -193,13 +216,13 @@ def _store_half(  # type: ignore[no-untyped-def]
     if ROW:  # never filled: half of the width is a multiple already
         quantize_tile(
             x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
-            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE,
+            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip
     if COL:
         quantize_tile(
             tl.trans(x), cols, rows, first_col, first_row, stop, row_count, amax_ptr + cols_at, known_ptr,
             col_codes_ptr, col_inv_ptr, col_width, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE,
+            DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip
 
 
@@ -212,7 +235,7 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``d_gate``, ``d_up`` and ``act`` a program, one after the other; three tiles read, up to five or seven
     written. From the last to the first, as ``quantize_tiles_kernel``.
@@ -228,14 +251,14 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
         d * up * slope, rows, cols, inside, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
         known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
         ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE,
+        DELAYED, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     _store_half(
         d * value, rows, cols + features, inside, first_row, first_col + features, row_count, 2 * features,
         2 * features, amax_ptr, cols_at,
         known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
         ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE,
+        DELAYED, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     if ACT:
         act = value * up
@@ -244,5 +267,5 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
         quantize_tile(
             tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_known_ptr,
             act_codes_ptr, act_inv_ptr, col_width, col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE,
+            DELAYED, HARDWARE, TILE, SCALED,
         )  # fmt: skip

@@ -17,7 +17,8 @@ from acceler8.kernels._gated_kernel import (
     gated_tiles_kernel,
 )
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
-from acceler8.kernels._quantize_launch import as_bits
+from acceler8.kernels._quantize_kernel import scales_kernel
+from acceler8.kernels._quantize_launch import WIDEST_ROW, as_bits
 from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 
 Delayed = tuple[Tensor, Tensor]  # amax in use, staging
@@ -25,9 +26,11 @@ Delayed = tuple[Tensor, Tensor]  # amax in use, staging
 # Elements a thread: 32 of each input, 64 where local blocks must not straddle tiles
 _TILE, _BLOCK_TILE = 64, 128
 _WARPS, _BLOCK_WARPS = 4, 8
-_BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 4, 8
+_BACKWARD_TILE, _BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 64, 8, 8
+_AMAX_TILE, _AMAX_WARPS = 64, 8
+_SCALES = 512  # of them a program makes
 # Rows that a program holds whole, as in quantize
-_WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
+_ELEMENTS, _PER_WARP = 4096, 1024
 
 _Outputs = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -42,6 +45,7 @@ class _Plan(NamedTuple):
     amax_count: int
     cast: Launch
     is_one_pass: bool  # the kernel takes its inputs and outputs alone
+    find_scales: Launch | None = None
 
 
 _plans: Plans[_Plan] = Plans()
@@ -109,7 +113,7 @@ def gated_backward_triton(
     delayed: Delayed | None = None,
     act_delayed: Delayed | None = None,
 ) -> list[Tensor]:
-    """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and of columns of d_gate_up, of columns of act,
+    """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and columns of d_gate_up, of columns of act,
     then d_gate_up, as asked.
 
     As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's.
@@ -145,6 +149,8 @@ def gated_backward_triton(
     if plan.find_amax is not None:
         found, kept = zeros(plan.amax_count, gate_up, device, stream)
         plan.find_amax(stream, at_d, at_x, known, act_known, found)
+    if plan.find_scales is not None:
+        plan.find_scales(stream, found, *(at[i] for i in plan.places[1:6:2]))
     plan.cast(stream, at_d, at_x, found, known, staged, act_known, act_staged, *(at[i] for i in plan.places))
     del kept
     return out
@@ -207,7 +213,7 @@ def _plan_forward(
         ((row_count, features), x.dtype) if high_precision else None,
     )
     hardware = _triton.has_fp8_conversion(x.device)
-    if granularity is ROWWISE and rows is not None and cols is None and row_width <= _WIDEST_ROW:
+    if granularity is ROWWISE and rows is not None and cols is None and row_width <= WIDEST_ROW:
         extent = 1 << (row_width - 1).bit_length()
         at_once = max(1, _ELEMENTS // extent)
         launch = Launch(
@@ -222,7 +228,8 @@ def _plan_forward(
         )  # fmt: skip
         return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, True)
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
-    cols_at = row_count if rows is not None else 0
+    by_row = granularity is ROWWISE
+    cols_at = row_count if by_row and rows is not None else 0
     known, staged = _pointers(delayed)
     tile, warps = (_BLOCK_TILE, _BLOCK_WARPS) if granularity.is_blockwise else (_TILE, _WARPS)
     programs = _triton.tiles(row_count, features, tile)
@@ -239,7 +246,6 @@ def _plan_forward(
     )  # fmt: skip
     if granularity.is_blockwise or (rows is None and cols is None):
         return _Plan(outputs, places, x.device, None, 0, cast, False)
-    by_row = granularity is ROWWISE
     find_amax = Launch(
         gated_amax_kernel,
         programs,
@@ -279,7 +285,7 @@ def _plan_backward(
     act_at = cols_at + 2 * features * (cols is not None) if by_row else 1
     asked = [fmt or E5M2 for fmt in formats]
     strides = (*d_act.stride(), x.stride(0))
-    tile, warps = (_TILE, _BACKWARD_WARPS)
+    tile, warps = _BACKWARD_TILE, _BACKWARD_WARPS
     if granularity.is_blockwise:
         tile, warps = _BLOCK_TILE, _BACKWARD_BLOCK_WARPS
     programs = _triton.tiles(row_count, features, tile)
@@ -295,7 +301,7 @@ def _plan_backward(
             activation, rows is not None, cols is not None, act_cols is not None, high_precision,
             *(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked),
             pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None,
-            _triton.has_fp8_conversion(x.device), tile,
+            _triton.has_fp8_conversion(x.device), tile, by_row,
         ),
         warps,
     )  # fmt: skip
@@ -303,14 +309,23 @@ def _plan_backward(
         return _Plan(outputs, places, x.device, None, 0, cast, False)
     find_amax = Launch(
         gated_backward_amax_kernel,
-        programs,
+        _triton.tiles(row_count, features, _AMAX_TILE),
         (d_act, x, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
         (
             row_count, features, *strides, cols_at, act_at, activation,
             has_d and not by_row, by_row and rows is not None, by_row and cols is not None,
-            act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, tile,
+            act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, _AMAX_TILE,
         ),
-        warps,
+        _AMAX_WARPS,
     )  # fmt: skip
-    count = act_at + features * (act_cols is not None) if by_row else 2
-    return _Plan(outputs, places, x.device, find_amax, count, cast, False)
+    if not by_row:
+        return _Plan(outputs, places, x.device, find_amax, 2, cast, False)
+    count = act_at + features * (act_cols is not None)
+    find_scales = Launch(
+        scales_kernel,
+        -(-count // _SCALES),
+        (torch.int32, *[torch.float32 if place else x.dtype for place in places[1:6:2]]),
+        (cols_at, act_at, count, *(fmt.max * 2.0**-margin for fmt in asked), pow2, _SCALES),
+        4,
+    )  # fmt: skip
+    return _Plan(outputs, places, x.device, find_amax, count, cast, False, find_scales)

@@ -79,23 +79,27 @@ def quantize_tile(  # type: ignore[no-untyped-def]
     x, rows, cols, first_row, first_col, row_count, col_count, amax_ptr, known_ptr, codes_ptr, inv_ptr, width, stop,
     E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, DELAYED: tl.constexpr,
-    HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise a tile [rows, cols] whose groups and contraction run along dim 1; store codes and scales.
 
-    Codes have ``width`` columns and are stored up to column ``stop``: that is ``width``, so that filler is stored as
-    the zeros it is, unless the tile is of a part of them that has a neighbour behind it.
+    ``SCALED``: where amaxes lie, ``scales_kernel`` has put scales, and has stored their inverses. Codes have ``width``
+    columns and are stored up to column ``stop``: that is ``width``, so that filler is stored as the zeros it is, unless
+    the tile is of a part of them that has a neighbour behind it.
     """
-    scale, scale_inv = _group_scale(
-        magnitude_bits(x), amax_ptr, known_ptr, rows, row_count, FMT_MAX * MARGIN, POW2, GROUP_ROWS, GROUP_COLS,
-        DELAYED, TILE,
-    )  # fmt: skip
+    if SCALED:
+        scale = tl.load(amax_ptr + rows, mask=rows < row_count, other=0).to(tl.float32, bitcast=True)[:, None]
+    else:
+        scale, scale_inv = _group_scale(
+            magnitude_bits(x), amax_ptr, known_ptr, rows, row_count, FMT_MAX * MARGIN, POW2, GROUP_ROWS, GROUP_COLS,
+            DELAYED, TILE,
+        )  # fmt: skip
+        _store_scale_inv(
+            scale_inv, inv_ptr, rows, first_row, first_col, row_count, col_count, width, GROUP_ROWS, GROUP_COLS, TILE
+        )  # fmt: skip
     codes = encode(x, _spread(scale, GROUP_COLS, TILE), FMT_MAX, E5M2, HARDWARE)
     inside = (rows < row_count)[:, None] & (cols < stop)[None, :]
     tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
-    _store_scale_inv(
-        scale_inv, inv_ptr, rows, first_row, first_col, row_count, col_count, width, GROUP_ROWS, GROUP_COLS, TILE
-    )  # fmt: skip
 
 
 @jit
@@ -152,11 +156,13 @@ def quantize_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def quantize_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, codes_ptr, inv_ptr, row_count, col_count, row_stride, width,
+    x_ptr, codes_ptr, inv_ptr, row_count, col_count, row_stride, row_offset, width,
     E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows in a program, so that their amax needs no pass of its own: ``x`` is read once."""
+    """Whole rows in a program, so that their amax needs no pass of its own: ``x`` is read once. What is written is
+    ``row_offset`` rows further down.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
@@ -165,5 +171,28 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     scale, scale_inv = scale_of(tl.max(magnitude_bits(x), 1)[:, None], FMT_MAX * MARGIN, POW2, False)
     codes = encode(x, scale, FMT_MAX, E5M2, HARDWARE)
     inside = (rows < row_count)[:, None] & (cols < width)[None, :]
-    tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
-    tl.store(inv_ptr + rows[:, None], scale_inv, mask=(rows < row_count)[:, None])
+    tl.store(codes_ptr + (rows + row_offset)[:, None] * width + cols[None, :], codes, mask=inside)
+    tl.store(inv_ptr + (rows + row_offset)[:, None], scale_inv, mask=(rows < row_count)[:, None])
+
+
+@jit
+def scales_kernel(  # type: ignore[no-untyped-def]
+    amax_ptr, first_inv_ptr, second_inv_ptr, third_inv_ptr, second_at, third_at, stop,
+    FIRST_TARGET: tl.constexpr, SECOND_TARGET: tl.constexpr, THIRD_TARGET: tl.constexpr, POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scales in the place of amaxes, and their inverses where they belong: of three operands, one behind the other.
+
+    A tile's threads each need most of its scales, so a kernel of many tiles would divide where this one divides once.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(amax_ptr + at, mask=at < stop, other=0)
+    is_first, is_third = at < second_at, at >= third_at
+    scale, inv = scale_of(bits, SECOND_TARGET, POW2, False)
+    of_first, inv_of_first = scale_of(bits, FIRST_TARGET, POW2, False)
+    of_third, inv_of_third = scale_of(bits, THIRD_TARGET, POW2, False)
+    scale = tl.where(is_first, of_first, tl.where(is_third, of_third, scale))
+    tl.store(amax_ptr + at, scale.to(tl.int32, bitcast=True), mask=at < stop)
+    tl.store(first_inv_ptr + at, inv_of_first, mask=is_first & (at < stop))
+    tl.store(second_inv_ptr + at - second_at, inv, mask=(at >= second_at) & (at < third_at) & (at < stop))
+    tl.store(third_inv_ptr + at - third_at, inv_of_third, mask=is_third & (at < stop))

@@ -19,7 +19,7 @@ from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 # with 8 warps 120); 1x128 122 us (8 warps 184, 16 warps 231).
 _BLOCK_TILE, _TILE, _WARPS = 128, 64, 4
 # Rows that a program holds whole: 32 elements a thread, 4096 in a program if the row is not longer
-_WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
+WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
 
 
 class _Plan(NamedTuple):
@@ -102,11 +102,11 @@ def _make_plan(
     for fmt, shape, width in ((rows, (row_count, col_count), row_width), (cols, (col_count, row_count), col_width)):
         if fmt is not None:
             outputs += [((shape[0], width), fmt.torch_dtype), (granularity.scale_shape(*shape), torch.float32)]
-    if granularity is ROWWISE and rows is not None and cols is None and x.stride(1) == 1 and row_width <= _WIDEST_ROW:
-        return _Plan(outputs, x.device, None, 0, _rows_launch(x, rows, row_width, pow2, margin), True)
+    if granularity is ROWWISE and rows is not None and cols is None and x.stride(1) == 1 and row_width <= WIDEST_ROW:
+        return _Plan(outputs, x.device, None, 0, rows_launch(x, rows, row_width, pow2, margin), True)
     quantize = tiles_launch(
         x, rows, cols, granularity, (row_width, col_width), pow2, margin, amax, staging,
-        cols_at=row_count if rows is not None else 0,
+        cols_at=row_count if granularity is ROWWISE and rows is not None else 0,
     )  # fmt: skip
     if granularity.is_blockwise:
         return _Plan(outputs, x.device, None, 0, quantize, False)
@@ -166,7 +166,10 @@ def as_bits(amax: Tensor | None) -> Tensor | None:
     return None if amax is None else amax.view(torch.int32)
 
 
-def _rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int) -> Launch:
+def rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Launch:
+    """The kernel that casts rows of tensors like ``x``, each with its own scale, from one read: called with ``x``,
+    codes and scales. ``width`` of the codes and ``row_offset`` as in ``tiles_launch``.
+    """
     row_count, col_count = x.shape
     extent = 1 << (width - 1).bit_length()
     rows = max(1, _ELEMENTS // extent)
@@ -175,7 +178,7 @@ def _rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int) ->
         -(-row_count // rows),
         (x, torch.uint8, torch.float32),
         (
-            row_count, col_count, x.stride(0), width, fmt is E5M2, fmt.max, pow2, 2.0**-margin,
+            row_count, col_count, x.stride(0), row_offset, width, fmt is E5M2, fmt.max, pow2, 2.0**-margin,
             _triton.has_fp8_conversion(x.device), rows, extent,
         ),
         rows * extent // _PER_WARP,

@@ -102,7 +102,7 @@ def as_fp32(x):  # type: ignore[no-untyped-def]
 @jit
 def rounded_to(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """FP32 ``x`` in ``DTYPE`` (bf16, fp16 or fp32), round to nearest even."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:  # whose cast truncates there
+    if _INTERPRETED and tl.bfloat16 == DTYPE:  # whose cast truncates there
         bits = x.to(tl.uint32, bitcast=True)
         high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         high = tl.where(magnitude_bits(x) > 0x7F800000, 0x7FC0, high)

@@ -84,8 +84,8 @@ def amax_launch(
     patterns of FP32: one for the tensor, or R for the rows and then C for the columns.
 
     ``x`` is not empty, any strides, on a device that runs Triton. Where ``known``, the int32 bits [1] of an amax, can
-    be used, the zeros stay zeros and ``x`` is not read. Where ``x`` is rows ``row_offset`` on of a matrix of ``all_rows``
-    rows, the result is that matrix's.
+    be used, the zeros stay zeros and ``x`` is not read. Where ``x`` is rows ``row_offset`` on of a matrix of
+    ``all_rows`` rows, the result is that matrix's.
     """
     row_count, col_count = x.shape
     cols_at = (row_count if all_rows is None else all_rows) if rows else 0

@@ -282,14 +282,14 @@ def gated_backward(
     act_staging: Tensor | None = None,
     high_precision: bool = False,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Tensor | None]:
-    """``d_gate_up = [d_act * up * f'(gate), d_act * f(gate)]`` in FP8, and ``act`` again for the wgrad of the next GEMM.
+    """``d_gate_up = [d_act * up * f'(gate), d_act * f(gate)]`` in FP8, and ``act`` again for the next wgrad.
 
     Shape: d_act [M, F] any strides, gate_up [M, 2F] contiguous along its rows, bf16, fp16 or fp32 each -> codes
         [M, 2F] for ``d_rows``, [2F, M'] for ``d_cols``, codes of act [F, M'] for ``act_cols``, and d_gate_up [M, 2F] in
         gate_up's dtype if ``high_precision``; None for what was not asked.
     Scales: those of the whole d_gate_up: a row's amax, and the tensor's, run over both halves. Delayed scaling with
-        ``amax`` and ``staging`` for d_gate_up, ``act_amax`` and ``act_staging`` for act: as ``quantize``, for each whose
-        codes are asked, or for none.
+        ``amax`` and ``staging`` for d_gate_up, ``act_amax`` and ``act_staging`` for act: as ``quantize``, for each
+        whose codes are asked, or for none.
     Numerics: as ``gated``, and act has the bits that ``gated`` gave it. With e and u as there, f' is within 4 e + 16 u
         of max(1, |g|) times; d_gate adds 2 u, d_up 1 u. Deterministic. M may be 0.
     Raises: ShapeError if F is not a multiple of ``granularity.contraction_multiple`` (the halves would share a group or

@@ -11,6 +11,7 @@ from acceler8.nn.gated_mlp import (
     run_one_by_one,
     unfuse,
 )
+from acceler8.nn.group import LinearGroup
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
@@ -27,6 +28,7 @@ __all__ = [
     "FusedGatedMLP",
     "GatedMLPState",
     "LayerState",
+    "LinearGroup",
     "ModelState",
     "find_state",
     "find_states",

@@ -14,24 +14,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from acceler8.functional.gated_mlp import gated_mlp
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.nn.class_change import swap_class
+from acceler8.nn.class_change import is_to_be_called, swap_class
 from acceler8.nn.linear import Fp8Linear
 
 _STATE = "_acceler8_fusion"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (int, float, str, bool, type(None))
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 
 
 @dataclass
@@ -99,7 +91,7 @@ class FusedGatedMLP(nn.Module):
             if now is not was and (type(was) not in _PLAIN or now != was):
                 return None, f"{name} is not what it was at conversion"
         for name, child in children.items():
-            if child is not None and (why := _is_to_be_called(child)):
+            if child is not None and (why := is_to_be_called(child)):
                 return None, f"{name} {why}"
         parts = cast("tuple[Fp8Linear, ...]", layers)
         states = [layer._acceler8_layer for layer in parts]
@@ -124,8 +116,6 @@ class FusedGatedMLP(nn.Module):
             return None, "dtypes or devices differ"
         if x.ndim == 0 or x.shape[-1] != weights[0].shape[1]:
             return None, "its input has another width"  # the layers say so
-        if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
-            return None, "hooks on all modules"
         return parts, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -134,18 +124,6 @@ class FusedGatedMLP(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self._acceler8_fusion.author,), self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-def _is_to_be_called(module: nn.Module) -> str | None:
-    """Why the result is not that of the module's class alone; None if it is."""
-    attributes = module.__dict__
-    if any(attributes[hooks] for hooks in _HOOKS):
-        return "has a hook"
-    if "forward" in attributes:
-        return "has a forward of its own"
-    return next(
-        (why for child in module._modules.values() if child is not None and (why := _is_to_be_called(child))), None
-    )
 
 
 _classes: dict[type[nn.Module], type[FusedGatedMLP]] = {}

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from acceler8.functional import LinearSlots, WeightCodes, linear
 from acceler8.functional.call import Observer
+from acceler8.nn.group import LinearGroup
 from acceler8.recipes import Recipe
 from acceler8.scaling import AmaxSlot, AmaxState, Schedule, StepClock
 
@@ -37,6 +38,8 @@ class LayerState:
     """Columns of x, w and dy in the amax state."""
     readers: int = 1
     """Layers that read the same activation, this one included."""
+    group: LinearGroup | None = None
+    """Those layers, if they can run as one operation."""
     observer: Observer | None = None
     evaluates_in_fp8: bool = False
     schedule: Schedule | None = None
@@ -95,6 +98,8 @@ class Fp8Linear(nn.Linear):
             state.count_unmarked_call()
         if not state.is_fp8(self.training):
             return F.linear(input, state.codes.in_high_precision(self.weight), self.bias)
+        if state.group is not None and self.training and (y := state.group.result_of(self, input)) is not None:
+            return y
         slots = state.slots
         if slots is not None and not self.training:
             slots = slots._replace(records=False)  # what an evaluation sees must not move the scales of training
