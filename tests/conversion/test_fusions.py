@@ -299,8 +299,8 @@ class Thirds(UpLeft):
 
 MISSES: list[Callable[[], nn.Module]] = [
     Dropped, DroppedInTraining, DroppedByActivation, Residual, BothActivated, UpScaled, UpAgain, OtherInput, TwoInputs,
-    Loop, DownTwice, SameTwice, Unknown, Clipped, ClippedInside, WithoutGrad, WithoutAutocast, InAutocast, Notes, Keeps, Dice, Aside,
-    UpLeft, Thirds,
+    Loop, DownTwice, SameTwice, Unknown, Clipped, ClippedInside, WithoutGrad, WithoutAutocast, InAutocast, Notes,
+    Keeps, Dice, Aside, UpLeft, Thirds,
 ]  # fmt: skip
 
 

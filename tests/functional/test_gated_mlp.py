@@ -103,10 +103,12 @@ def test_against_float64(name, activation, dtype, device):
     e5m2 = recipes.get(name).dgrad.a.format.name == "E5M2"
     for result in RESULTS:
         expected = 23.5 if result == "y" else 22.5 - (3.0 if e5m2 else 0.0)
-        if activation == "relu" and result in KINK:
+        has_kink = activation == "relu" and result in KINK
+        if has_kink:
             expected = -10 * math.log10(10 ** (-expected / 10) + 10 ** (-KINK[result] / 10))
         assert sqnr_db(got[result], want[result]) > expected - 2.0, result
-        assert sqnr_db(got[result], want[result], dim=1).min() > expected - 9.0, result  # the worst row
+        if not has_kink:  # one element on the other side may be most of a row
+            assert sqnr_db(got[result], want[result], dim=1).min() > expected - 7.5, result
         assert got[result].dtype == dtype
 
 
