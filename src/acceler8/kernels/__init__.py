@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
+from acceler8.kernels.norm import Normed, norm_backward, norm_backward_ref, norm_forward, norm_ref
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
     check_operands,
@@ -17,12 +18,17 @@ from acceler8.kernels.statistics import CastStatistics, read_statistics
 __all__ = [
     "HAVE_TRITON",
     "CastStatistics",
+    "Normed",
     "Quantized",
     "amax_ref",
     "check_operands",
     "compute_amax",
     "has_hardware_matmul",
     "multiply",
+    "norm_backward",
+    "norm_backward_ref",
+    "norm_forward",
+    "norm_ref",
     "quantize",
     "quantize_ref",
     "read_statistics",
