@@ -61,10 +61,8 @@ def _row_scale(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """``(scale, scale_inv)`` of the groups along each row, [ROWS, groups]: whole rows, or blocks of GROUP."""
-    if GROUP == 0:
-        largest = tl.max(bits, 1)[:, None]
-    else:
-        largest = tl.max(tl.reshape(bits, [ROWS, COLS // GROUP, GROUP]), 2)
+    grouped = bits if GROUP == 0 else tl.reshape(bits, [ROWS, COLS // GROUP, GROUP])
+    largest = tl.max(bits, 1)[:, None] if GROUP == 0 else tl.max(grouped, 2)
     return scale_of(largest, FMT_MAX * MARGIN, POW2, GROUP == 32)
 
 
@@ -89,8 +87,8 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Whole rows in a program, ``steps`` blocks of them; maxima of columns stay in its registers until its end.
 
-    TENSOR: ``found`` gets the amax of y unless DELAYED and the amax of earlier steps is good. CODES of a tensor that has
-    one scale are made here only if DELAYED; else, and where that amax was no good, ``cast_rows_kernel`` makes them.
+    TENSOR: ``found`` gets the amax of y. CODES of a tensor that has one scale are made here only if DELAYED; else, and
+    where the amax of earlier steps is no good, ``cast_rows_kernel`` makes them.
     """
     cols = tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
@@ -184,7 +182,7 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """dx of ``steps`` blocks of rows, and their sums for dweight and dbias: ``partial`` [programs, 1 or 2, D]."""
+    """Gradient dx of ``steps`` blocks of rows; sums for dweight and dbias: ``partial`` [programs, 1 or 2, D]."""
     cols = tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
     in_row = (cols < col_count)[None, :]

@@ -22,6 +22,9 @@ from acceler8.scaling import GRANULARITIES
 
 WIDEST_ROW = 16384  # that a program holds: 32 elements a thread of the largest program
 _ELEMENTS, _PER_WARP, _MOST_WARPS = 4096, 512, 16  # 16 elements a thread: x, y and a maximum of each stay in registers
+# Programs that stay take 64 to 128 registers a thread (ptxas of Triton 3.6, sm_90a; only the widest spill, up to 248
+# bytes), so that many warps find room on a processor; others 48 to 83.
+_RESIDENT_WARPS = 20
 _TALL, _SUM_COLS, _SUM_WARPS = 32, 64, 4
 
 
@@ -90,15 +93,15 @@ def _processors(device: torch.device) -> int:
 
 
 def _grid(row_count: int, width: int, device: torch.device, stays: bool) -> _Grid:
-    """Programs that ``stay`` keep something of each column and walk over many rows: 2 to 4 a processor. A fixed rule:
-    sums depend on it.
+    """Programs that ``stay`` keep something of each column and walk over many rows, as many as find room at once.
+    A fixed rule: sums depend on it.
     """
     cols = 1 << (width - 1).bit_length()
     rows = max(1, _ELEMENTS // cols)
     warps = min(_MOST_WARPS, rows * cols // _PER_WARP)
     blocks = programs = -(-row_count // rows)
     if stays:
-        programs = min(blocks, _processors(device) * max(2, min(4, 24 // warps)))
+        programs = min(blocks, _processors(device) * max(1, _RESIDENT_WARPS // warps))
     return _Grid(programs, -(-blocks // programs), rows, cols, warps)
 
 
@@ -115,8 +118,8 @@ def norm_triton(
     staging: Tensor | None = None,
     shares_memory: bool = True,
 ) -> Outputs:
-    """Launch the kernels on ``x`` [M, D], which is not empty, of at most ``WIDEST_ROW`` columns with filler, on a device
-    that runs Triton.
+    """Launch the kernels on ``x`` [M, D], which is not empty, of at most ``WIDEST_ROW`` columns with filler, on a
+    device that runs Triton.
 
     ``shares_memory`` False gives every result its own memory, as an operation's must have. Deterministic.
     """
@@ -248,7 +251,8 @@ def norm_backward_triton(
     weight = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     key = (
         x.shape, x.stride(), x.dtype, device, alignment(x), dy.stride(), dy.dtype, alignment(dy), _key_of(weight),
-        None if mean is None else alignment(mean), alignment(inverse_std), weight_offset, cast_before_weight, weight_grad, bias_grad,
+        None if mean is None else alignment(mean), alignment(inverse_std), weight_offset,
+        cast_before_weight, weight_grad, bias_grad,
     )  # fmt: skip
     plan = _backward_plans.get(
         key,

@@ -51,8 +51,8 @@ _LEAST_EPS = 2.0**-126  # below it is no normal FP32 number, which a kernel's co
 class Normed(NamedTuple):
     """Result of ``norm_forward``: y [M, D] and what was asked for; None for the rest.
 
-    rows: its codes. inverse_std [M] FP32 and, for layer, mean [M] FP32: what backward needs. column_amax [D] int32: bits
-    of the FP32 amax of each column of y. amax [1] FP32: of y, with one current scale for all of it.
+    rows: its codes. inverse_std [M] FP32 and, for layer, mean [M] FP32: what backward needs. column_amax [D] int32:
+    bits of the FP32 amax of each column of y. amax [1] FP32: of y, with one current scale for all of it.
     """
 
     y: Tensor
@@ -256,9 +256,10 @@ def norm_forward(
         another. ``weight_offset`` 1.0 is Gemma's.
     ``rows, granularity, pow2, margin, amax, staging`` as in ``quantize``; ``column_amax`` finds the amax of each column
         of y, which row scales of the transposed cast need.
-    Numerics: against float64, y before its rounding is within (log2 D + 48) * 2**-25 + 5 * 2**-24 of its terms, relatively.
-        Codes equal ``quantize(y, rows, None, ...)``. NaN or inf makes its own row NaN, no other. A row whose squares
-        overflow FP32 gives zeros (rms), as in PyTorch; eps 0 makes a row of zeros NaN. Deterministic.
+    Numerics: FP32 inside; y of rms before its rounding is within 40 * 2**-24 of float64, relatively (a sum of squares
+        of at most 64 additions in a row, half of whose error reaches y, and a few roundings). Codes equal
+        ``quantize(y, rows, None, ...)``. NaN or inf makes its own row NaN, no other. A row whose squares overflow FP32
+        gives zeros (rms), as in PyTorch; eps 0 makes a row of zeros NaN. Deterministic.
     Raises: ShapeError if x is not 2-D, weight or bias not [D], or amax comes without staging or with groups smaller
         than the tensor; DtypeError for another dtype.
     """
@@ -365,9 +366,7 @@ def norm_backward(
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.ndim != 2:
-        raise ShapeError(
-            f"norm got {x.ndim} dimensions {tuple(x.shape)}; allowed: 2; flatten batch dimensions first"
-        )
+        raise ShapeError(f"norm got {x.ndim} dimensions {tuple(x.shape)}; allowed: 2; flatten batch dimensions first")
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is None:
             continue
