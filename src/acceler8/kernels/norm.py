@@ -81,7 +81,7 @@ def norm_ref(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Reference: ``(y [M, D], inverse_std [M], mean [M] or None)`` in plain PyTorch; takes FP64 too."""
     dtype = dtype or result_dtype(x, weight, cast_before_weight)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()  # sums must not follow the strides
     mean = None
     if kind == "layer":
         mean = wide.mean(1, keepdim=True)
@@ -115,8 +115,8 @@ def norm_backward_ref(
     bias_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Reference: ``(dx, dweight, dbias)`` in plain PyTorch; takes FP64 too."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    g = dy.to(wide.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()  # sums must not follow the strides
+    g = dy.to(wide.dtype).contiguous()
     inverse_std = inverse_std[:, None]
     normal = (wide if mean is None else wide - mean[:, None]) * inverse_std
     dweight = dbias = None
