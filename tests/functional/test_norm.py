@@ -151,6 +151,7 @@ def test_dtypes_are_the_plain_modules(autocast, w_dtype, x_dtype, device):
 @each_device
 @kinds
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8", "delayed"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, from Dynamo
 def test_compiles_whole(name, kind, device):
     recipe = recipes.get(name)
     slots = [slot_for(recipe, device) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Runs ``test_triton.py`` and ``test_norm.py`` in Triton's interpreter: kernels decide when they are imported, so in its own process."""
+"""Runs kernel tests in Triton's interpreter: kernels decide when they are imported, so in a process of their own."""
 
 from __future__ import annotations
 

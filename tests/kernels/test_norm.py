@@ -89,7 +89,7 @@ def test_forward_and_backward_against_float64(kind, dtype, with_weight, with_bia
         own = 40 * U * n.abs() + shift + n.abs() * shift  # error of n
         close(got.y, want, factor.abs() * own + 3 * U * (want.abs() + (0 if b is None else b.abs())), case)
         assert torch.allclose(got.inverse_std.cpu().double(), inv, rtol=40 * U + 2 * shift.max().item(), atol=0)
-        # y of a kernel and of the reference are one FP32 result apart by twice the bound: almost always one 16-bit number
+        # the FP32 results of kernel and reference hardly differ: almost always they round to one 16-bit number
         ref = norm_ref(x, w, b, 1e-5, kind=kind, weight_offset=offset)[0]
         if dtype is not torch.float32:
             assert (got.y.cpu() != ref).double().mean() <= max(2e-3, 1.01 / ref.numel())
@@ -319,7 +319,8 @@ def test_empty(kind, device):
     x, w = torch.empty(0, 32, device=device), torch.ones(32, device=device)
     for granularity in GRANULARITIES.values():
         made = norm_forward(x, w, w, 1e-5, kind=kind, rows=E4M3, granularity=granularity, column_amax=True)
-        assert made.y.shape == made.rows.codes.shape[:1] + (32,)
+        assert made.y.shape == (0, 32)
+        assert made.rows.codes.shape[0] == 0
         assert not made.column_amax.any()
     dx, dw, db = norm_backward(x, x, w, made.inverse_std, made.mean)
     assert dx.shape == x.shape
@@ -333,7 +334,7 @@ def test_what_is_refused():
         norm_forward(x[None], w, None, 1e-5)
     with pytest.raises(ShapeError, match=r"weight \(8,\); allowed: \(16,\)"):
         norm_forward(x, w[:8], None, 1e-5)
-    with pytest.raises(DtypeError, match="x in torch.float64"):
+    with pytest.raises(DtypeError, match=r"x in torch\.float64"):
         norm_forward(x.double(), w, None, 1e-5)
     with pytest.raises(ShapeError, match="both amax and staging"):
         norm_forward(x, w, None, 1e-5, rows=E4M3, amax=w[:1], staging=w[:1])
