@@ -129,8 +129,8 @@ def plain(kind: str, x: Tensor, w: Tensor, b: Tensor, cast: bool, offset: float)
 )
 def test_y_is_the_plain_modules(kind, cast, offset, dtype, device):
     """16-bit y: at most 3 of 1000 differ (measured: 1.5 in 10**4 of fp16, 3 in 10**5 of bf16), each by one ulp; by two
-    where n is rounded first, as a step of n is up to two steps of n * weight. Where bias cancels n * weight, FP32's error
-    of the two counts as well. FP32: the two errors together.
+    where n is rounded first, as a step of n is up to two steps of n * weight. Where bias cancels n * weight, the
+    error of FP32 counts as well. FP32: the two errors together.
     """
     for i, (m, d) in enumerate(SHAPES):
         x, w, b, _ = on(device, *tensors(m, d, dtype, 10 + i))
