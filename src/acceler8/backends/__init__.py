@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from acceler8.backends.fusion import Fusion
+from acceler8.backends.fusion import KINDS, Fusion
 from acceler8.backends.protocol import Backend
 from acceler8.backends.registry import get, names
 
-__all__ = ["Backend", "Fusion", "get", "names"]
+__all__ = ["KINDS", "Backend", "Fusion", "get", "names"]

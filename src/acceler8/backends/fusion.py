@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 # "shared input": one cast; "merged linears": one operation; "gated MLP": one operation, with its activation
 Kind = Literal["shared input", "merged linears", "gated MLP"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Fusion:
     name: str
     """Of the module."""
     layers: tuple[str, ...]
-    """Full names; of a gated MLP gate, up and down."""
+    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down."""
     activation: str = ""
 
     @property

@@ -103,8 +103,8 @@ class NativeBackend:
                 for name in fusion.layers:
                     made[name].group = group
             if fusion.kind == "gated MLP":
-                gate, up, down = (name.rpartition(".")[2] for name in fusion.layers)
-                mlp = GatedMLPState(fusion.name, gate, up, down, fusion.activation, plain_type(module))
+                names = tuple(name.rpartition(".")[2] for name in fusion.layers)
+                mlp = GatedMLPState(fusion.name, names, fusion.activation, plain_type(module))
                 state.codes.append(mlp.codes)
                 fuse(module, mlp)
 
@@ -134,7 +134,7 @@ def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerS
     """
     pairs = []
     for fusion, _ in fusions:
-        first, *others = (layers[name] for name in fusion.layers[: 2 if fusion.kind == "gated MLP" else None])
+        first, *others = (layers[name] for name in fusion.layers[: -1 if fusion.kind == "gated MLP" else None])
         for layer in (first, *others):
             layer.readers = 1 + len(others)
         for layer in others if first.amax is not None else ():

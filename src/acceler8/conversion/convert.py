@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from acceler8 import backends
 from acceler8.backends import Fusion
 from acceler8.conversion.filters import tied_names
-from acceler8.conversion.layers import check_is_plain, largest_shape, matrix_modules, module_name, row_name
+from acceler8.conversion.fusions import Known, fits
+from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, row_name
 from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
@@ -46,7 +47,7 @@ def convert(
     for name, module, recipe in layers:
         if reason := engine.refuses(module, recipe):
             raise PlanError(f"layer {name!r} cannot become FP8 any more: {reason}; plan the model again")
-    fusions = _planned_fusions(model, plan)
+    fusions = _planned_fusions(model, plan, {name: recipe for name, _, recipe in layers})
     named = dict(model.named_parameters(remove_duplicate=False))
     clock = clock or StepClock()
     state = ModelState(
@@ -86,12 +87,15 @@ def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, 
     return layers
 
 
-def _planned_fusions(model: nn.Module, plan: Plan) -> list[tuple[Fusion, nn.Module]]:
+def _planned_fusions(model: nn.Module, plan: Plan, recipes: dict[str, Recipe]) -> list[tuple[Fusion, nn.Module]]:
     """The plan's fusions with the modules that they are in."""
-    modules, fp8 = dict(model.named_modules()), {module_name(name) for name in plan.fp8_names}
+    modules, known = dict(model.named_modules()), Known()
     for fusion in plan.fusions:
-        if fusion.name not in modules or not set(fusion.layers) <= fp8:
-            raise PlanError(f"the plan fuses {', '.join(fusion.parts)} of {fusion.name!r}, which are not there in FP8")
+        if fusion.name not in modules or not fits(fusion, modules[fusion.name], recipes, known):
+            raise PlanError(
+                f"the plan runs {', '.join(fusion.parts)} of {fusion.name or ROOT!r} together ({fusion.kind}), which"
+                f" this {type(model).__name__} does not have like that; plan the model again"
+            )
     return [(fusion, modules[fusion.name]) for fusion in plan.fusions]
 
 

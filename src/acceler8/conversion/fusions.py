@@ -1,15 +1,20 @@
 """Parts of a model that share work: layers that read one activation, and gated MLPs that run as one operation.
 
 A gated MLP is found by its structure, whatever it and its parts are called: its own forward is traced with its children
-as black boxes (``torch.fx``), and must be ``down(f(gate(x)) * up(x))`` and nothing else. The activation is recognised
-by its values. Layers that read one activation are found by the names that attentions give them; a wrong guess costs
-nothing, for codes are only shared on one and the same tensor object.
+as black boxes (``torch.fx``), and must be ``down(f(gate(x)) * up(x))`` and nothing else; gate and up may be the halves
+of one layer's result. The activation is recognised by its values. What a trace does not show (contexts such as
+``torch.no_grad``, a branch on ``self.training``, random numbers, notes on ``self``) is looked for beside it. Layers
+that read one activation are found by the names that attentions give them; a wrong guess costs no more than a common
+scale under delayed scaling, for codes are only shared on one and the same tensor object.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,24 +37,23 @@ _READERS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-_FEWEST_CHILDREN, _MOST_CHILDREN = 3, 6
+_MOST_CHILDREN = 6
+_PLAIN = (int, float, str, bool, type(None))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+Known = dict[Any, "GatedMLP | None"]  # tracing one takes milliseconds, and most are alike
 
 
 def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, ...]:
     """What can share work among the layers that become FP8, given with their recipes. Changes nothing."""
     found: list[Fusion] = []
-    known: dict[Any, GatedMLP | None] = {}  # tracing one takes milliseconds, and most are alike
+    known: Known = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         own = {child: recipes[prefix + child] for child in module._modules if prefix + child in recipes}
         if len(own) < 2:
             continue
         taken: set[str] = set()
-        mlp = None
-        if len(own) >= 3:
-            if (alike := _signature(module)) not in known:
-                known[alike] = find_gated_mlp(module)
-            mlp = known[alike]
+        mlp = _find_once(module, known)
         if mlp is not None and set(mlp.layers) <= set(own) and _can_fuse(module, mlp, own):
             taken = set(mlp.layers)
             layers = tuple(prefix + child for child in mlp.layers)
@@ -65,29 +69,53 @@ def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, 
     return tuple(found)
 
 
+def fits(fusion: Fusion, module: nn.Module, recipes: dict[str, Recipe], known: Known) -> bool:
+    """True if ``module`` is what a plan says of it. ``recipes`` are those of the FP8 layers, by full name; ``known``,
+    empty at first, is for the modules of one model.
+    """
+    prefix = f"{fusion.name}." if fusion.name else ""
+    names = [name.removeprefix(prefix) for name in fusion.layers]
+    if not all(name in module._modules and prefix + name in recipes for name in names):
+        return False
+    if fusion.kind == "shared input":
+        return _agree(recipes[name] for name in fusion.layers)
+    mlp = _find_once(module, known)
+    own = {name: recipes[prefix + name] for name in names}
+    return mlp is not None and mlp == GatedMLP(tuple(names), fusion.activation) and _can_fuse(module, mlp, own)
+
+
+def _find_once(module: nn.Module, known: Known) -> GatedMLP | None:
+    children = module._modules
+    linears = sum(isinstance(child, nn.Linear) for child in children.values())
+    if linears not in (2, 3) or len(children) > _MOST_CHILDREN or "forward" in module.__dict__:
+        return None
+    if (alike := _signature(module)) not in known:
+        known[alike] = find_gated_mlp(module)
+    return known[alike]
+
+
 def _signature(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules whose forwards are the same: class, children, and what the constructor left on them."""
-    children = [(n, type(c) if isinstance(c, nn.Linear) else (type(c), repr(c))) for n, c in module._modules.items()]
-    plain = [
-        (n, v if isinstance(v, (int, float, str, bool)) else id(v)) for n, v in module.__dict__.items() if n[0] != "_"
+    children = [
+        (n, type(c) if isinstance(c, nn.Linear) or c is None else _signature(c)) for n, c in module._modules.items()
     ]
-    return type(module), tuple(children), tuple(plain)
+    plain = [
+        (n, v if isinstance(v, _PLAIN) else id(v)) for n, v in module.__dict__.items() if n not in _OF_EVERY_MODULE
+    ]
+    tensors = [(n, t is None) for n, t in (*module._parameters.items(), *module._buffers.items())]
+    hooks = any(module.__dict__[name] for name in ("_forward_hooks", "_forward_pre_hooks"))
+    return type(module), tuple(children), tuple(plain), tuple(tensors), hooks
 
 
 def _can_fuse(module: nn.Module, mlp: GatedMLP, own: dict[str, Recipe]) -> bool:
-    gate, up, down = (module._modules[child] for child in mlp.layers)
-    assert isinstance(gate, nn.Linear)
-    assert isinstance(up, nn.Linear)
-    assert isinstance(down, nn.Linear)
-    shapes_fit = gate.weight.shape == up.weight.shape and down.in_features == gate.out_features
-    has_bias = any(layer.bias is not None for layer in (gate, up, down))
-    recipe = own[mlp.gate]
-    return (
-        shapes_fit
-        and not has_bias
-        and _agree(own[c] for c in mlp.layers)
-        and not cannot_fuse(recipe, gate.out_features)
-    )
+    layers = [child for name in mlp.layers if isinstance(child := module._modules[name], nn.Linear)]
+    *wide, down = layers
+    if len(layers) != len(mlp.layers) or any(layer.bias is not None for layer in layers):
+        return False
+    features = down.in_features
+    expected = (features * 2 // len(wide), wide[0].in_features)
+    shapes_fit = all(tuple(layer.weight.shape) == expected for layer in wide)
+    return shapes_fit and _agree(own[child] for child in mlp.layers) and not cannot_fuse(own[mlp.layers[0]], features)
 
 
 def _agree(recipes: Iterable[Recipe]) -> bool:
@@ -98,61 +126,123 @@ def _agree(recipes: Iterable[Recipe]) -> bool:
 class GatedMLP:
     """Children of a module whose forward is ``down(f(gate(x)) * up(x))``."""
 
-    gate: str
-    up: str
-    down: str
+    layers: tuple[str, ...]
+    """Gate, up and down; or gate and up as one layer, and down."""
     activation: str
-
-    @property
-    def layers(self) -> tuple[str, str, str]:
-        """gate, up, down."""
-        return self.gate, self.up, self.down
 
 
 class _ChildrenAreLeaves(fx.Tracer):
+    """Notes in which modes of autograd and autocast each operation would run: a trace does not show them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: set[tuple[bool, ...]] = set()
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        self.modes.add(
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, _DEVICES))
+        )
+        return super().create_node(*args, **kwargs)
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def _modes(*, on: bool) -> Iterator[None]:
+    """Autograd and autocast, all on or all off, so that a context inside a forward that sets either shows."""
+    before = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    try:
+        with torch.set_grad_enabled(on):
+            for device in _DEVICES:
+                torch.set_autocast_enabled(device, on)
+            yield
+    finally:
+        for device, was in zip(_DEVICES, before, strict=True):
+            torch.set_autocast_enabled(device, was)
 
 
 def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
     """The parts of ``module`` if its forward is a gated MLP's and nothing else. Runs nothing of it but its Python."""
-    children = module._modules
-    linears = [name for name, child in children.items() if isinstance(child, nn.Linear)]
-    if len(linears) != 3 or not _FEWEST_CHILDREN <= len(children) <= _MOST_CHILDREN or "forward" in module.__dict__:
-        return None
+    found = {_find_in_mode(module, training=training) for training in (True, False)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | None:
+    tracer, dice = _ChildrenAreLeaves(), random.getstate()
     try:
-        graph = _ChildrenAreLeaves().trace(module)
+        twin = copy.copy(module)  # what the forward notes on itself is noted there
+        for name, value in twin.__dict__.items():
+            twin.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+        twin.__dict__["training"] = training
+        before = _contents(twin)
+        with torch.random.fork_rng(devices=[]), _modes(on=training):
+            seed = torch.get_rng_state()
+            graph = tracer.trace(twin)
+            threw_dice = random.getstate() != dice or not torch.equal(seed, torch.get_rng_state())
     except Exception:  # whatever a forward does that cannot be traced: it is no such MLP
+        return None
+    finally:
+        random.setstate(dice)
+    if threw_dice or len(tracer.modes) > 1 or before != _contents(twin):
         return None
     return _match(graph, module)
 
 
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """What lies on a module, by identity; of a container also what lies in it."""
+    return {
+        name: [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]
+        if isinstance(value, (dict, list, set))
+        else id(value)
+        for name, value in module.__dict__.items()
+    }
+
+
 def _match(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
     nodes: list[Any] = list(graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    (output,) = (node for node in nodes if node.op == "output")
+    x, output = nodes[0], nodes[-1]
     down: Any = _linear(output.args[0], module)
-    if len(inputs) != 1 or down is None or len(down.args) != 1:
+    if x.op != "placeholder" or down is None:
         return None
-    product: Any = down.args[0]
+    (product,) = down.args or (None,)
     if not _is_call(product, operator.mul, torch.mul, "mul") or len(product.args) != 2:
         return None
     left, right = product.args
-    for activated, up_result in ((left, right), (right, left)):
-        function, gate_result = _activation_of(activated, module)
-        gate, up = _linear(gate_result, module), _linear(up_result, module)
-        if function is None or gate is None or up is None:
+    activated: Any
+    gate: Any
+    up: Any
+    for activated, up in ((left, right), (right, left)):
+        function, gate = _activation_of(activated, module)
+        if function is None:
             continue
-        parts: list[Any] = [gate, up, activated, product, down]
-        reads_x = gate.args == up.args == (inputs[0],) and len(inputs[0].users) == 2
-        is_all = all(len(node.users) == 1 for node in parts) and not any(
-            node.kwargs for node in parts if node is not activated
-        )
+        wide = _one_layer(gate, up, module)
+        used = [x, *(wide or (gate, up)), activated, product, down, output]
+        layers = wide[:1] if wide else [gate, up]
+        is_all = len(nodes) == len(used) and set(nodes) == set(used)
+        if not is_all or any(_linear(layer, module) is None or layer.args != (x,) for layer in layers):
+            continue
         kind = recognise(function)
-        names = str(gate.target), str(up.target), str(down.target)
-        if reads_x and is_all and kind is not None and len(set(names)) == 3:
-            return GatedMLP(*names, kind)
+        names = tuple(str(layer.target) for layer in (*layers, down))
+        if kind is not None and len(set(names)) == len(names) and not any(n.kwargs for n in (*layers, product, down)):
+            return GatedMLP(names, kind)
     return None
+
+
+def _one_layer(gate: Any, up: Any, module: nn.Module) -> list[Any]:
+    """The nodes between x and the halves, if gate and up are the left and the right half of one layer's result."""
+    halves = gate, up
+    if not all(_is_call(half, operator.getitem) for half in halves):
+        return []
+    (chunk, first), (other, second) = gate.args, up.args
+    if chunk is not other or (first, second) != (0, 1) or not _is_call(chunk, torch.chunk, "chunk"):
+        return []
+    options = dict(zip(("input", "chunks", "dim"), chunk.args, strict=False)) | chunk.kwargs
+    layer = options.pop("input", None)
+    return [layer, chunk, *halves] if options == {"chunks": 2, "dim": -1} and _linear(layer, module) else []
 
 
 def _is_call(node: Any, *functions: Callable[..., Any] | str) -> bool:
@@ -179,7 +269,7 @@ def _activation_of(node: Any, module: nn.Module) -> tuple[Callable[[Tensor], Ten
         child = module._modules.get(str(node.target))
         if child is None or next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
             return None, None
-        return child, node.args[0]
+        return _in_both_modes(child), node.args[0]
     if node.op == "call_function" and callable(node.target):
         target: Any = node.target
         more, options = node.args[1:], node.kwargs
@@ -187,9 +277,21 @@ def _activation_of(node: Any, module: nn.Module) -> tuple[Callable[[Tensor], Ten
     return None, None
 
 
+def _in_both_modes(child: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What ``child`` computes, NaN where training and evaluation differ. Its own hooks do not run."""
+
+    def function(t: Tensor) -> Tensor:
+        trained, evaluated = (copy.deepcopy(child).train(mode).forward(t.clone()) for mode in (True, False))
+        return torch.where(trained == evaluated, trained, torch.nan)
+
+    return function
+
+
 def recognise(function: Callable[[Tensor], Tensor]) -> str | None:
     """Name of the activation that ``function`` computes, by its values; None if it is none that can be fused."""
-    points = torch.linspace(-9, 9, 181, dtype=torch.float64)
+    near = torch.linspace(-9, 9, 181, dtype=torch.float64, device="cpu")
+    far = torch.tensor([16.0, 25.0, 60.0, 250.0, 1e3, 1e4], dtype=torch.float64, device="cpu")  # none clips there
+    points = torch.cat([near, far, -far])
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             values = function(points.clone())

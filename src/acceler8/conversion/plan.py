@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from acceler8 import backends
-from acceler8.backends import Fusion
+from acceler8.backends import KINDS, Fusion
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.conversion.fusions import find_fusions
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
@@ -131,8 +131,11 @@ class Plan:
             fusions = tuple(Fusion(**(f | {"layers": tuple(f["layers"])})) for f in data.get("fusions", ()))
         except (KeyError, TypeError) as error:
             raise PlanError(
-                f"a row, a fusion or the totals of the plan are not as Plan.to_dict() writes them: {error}"
+                f"a row or the totals of the plan, or a fusion, are not as Plan.to_dict() writes them: {error}"
             ) from None
+        for fusion in fusions:
+            if fusion.kind not in KINDS:
+                raise PlanError(unknown_name("kind of fusion", fusion.kind, KINDS))
         return cls(
             **{
                 **data,

@@ -5,6 +5,8 @@ concatenated codes (and one dgrad in place of two and a sum), the activation goe
 high precision, and its gradient does too. Kept for backward are the codes of ``x`` that wgrad reads and the results of
 gate and up; the activation is computed again from those, in the kernel that casts its gradient.
 
+Gate and up may also be one layer, gate left (Phi-3 has it so): then that layer's GEMMs are those of the layer itself.
+
 With scales for each row the GEMM of gate and up gives, bit for bit, what two give. Where a scale spans the tensor, gate
 and up share one. The activation is FP32 until it is cast, where separate layers round it to 16 bit twice.
 
@@ -40,11 +42,11 @@ def cannot_fuse(recipe: Recipe, features: int) -> str | None:
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, wide: Call, narrow: Call
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, activation: str, wide: Call, narrow: Call
     ) -> Tensor:
         recipe, fprop = wide.recipe, wide.recipe.fprop
         rows, kept = wide.cast_input(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
-        gate_up = wide.multiply(fprop, rows, wide.weight((gate, up), "rows", fprop.b))
+        gate_up = wide.multiply(fprop, rows, wide.weight(_both(gate, up), "rows", fprop.b))
         del rows
         act, _, _ = _activate(gate_up, activation, fprop.a, PLAIN, narrow)
         y = narrow.multiply(fprop, act, narrow.weight(down, "rows", fprop.b))
@@ -54,6 +56,7 @@ class _GatedMLP(torch.autograd.Function):
             codes, scale_inv, gate_up if needs_d_act or narrow.needs_dw else None,
             gate if wide.needs_dx else None, up if wide.needs_dx else None, down if needs_d_act else None,
         )  # fmt: skip
+        ctx.is_one = up is None
         ctx.activation, ctx.granularity = activation, recipe.wgrad.b.granularity
         ctx.wide, ctx.narrow = wide._replace(shared=None), narrow
         ctx.x_dtype, ctx.x_shape = x.dtype, x.shape
@@ -84,13 +87,18 @@ class _GatedMLP(torch.autograd.Function):
                 ddown = _as(narrow.multiply(wgrad, dy_kept, act_kept), narrow.w_dtype)
             del dy_kept, act_kept
             if wide.needs_dx:
-                dx = _as(wide.multiply(dgrad, d_rows, wide.weight((gate, up), "cols", dgrad.b)), ctx.x_dtype)
+                dx = _as(wide.multiply(dgrad, d_rows, wide.weight(_both(gate, up), "cols", dgrad.b)), ctx.x_dtype)
                 dx = dx.view(ctx.x_shape)
             if wide.needs_dw:
                 assert d_kept is not None
                 x_kept = Quantized(codes, scale_inv, ctx.granularity)
-                dgate, dup = (_as(wide.multiply(wgrad, half, x_kept), wide.w_dtype) for half in _halves(d_kept))
+                parts = (d_kept,) if ctx.is_one else _halves(d_kept)
+                dgate, dup, *_ = *(_as(wide.multiply(wgrad, part, x_kept), wide.w_dtype) for part in parts), None
         return *once_only(dx, dgate, dup, ddown), None, None, None
+
+
+def _both(gate: Tensor, up: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    return gate if up is None else (gate, up)
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,7 +160,7 @@ def _differentiate(
 def gated_mlp(
     x: Tensor,
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None,
     down: Tensor,
     *,
     activation: str,
@@ -165,6 +173,7 @@ def gated_mlp(
     Shape: x [..., K], gate and up [F, K], down [N, F] -> [..., N]; all widths multiples of 16 (of 128 and 32 for F with
         blocks and MX); any number of tokens, also 0. dtypes bf16, fp16, fp32, the same for x and the weights unless
         autocast is on; the result has autocast's dtype if it is on, else x's.
+    ``up`` None: ``gate`` holds both, [2F, K], gate above up.
     ``activation`` f is one of ``ACTIVATIONS``. ``slots``, of gate and up together and of down, are needed by a delayed
         recipe. ``codes``, of gate and up together and of down, keep weight codes while their window is open.
     Gate and up either both want a gradient or neither. Second derivatives raise DoubleBackwardError. Shapes and dtypes

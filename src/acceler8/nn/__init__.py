@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from acceler8.nn.gated_mlp import FusedGatedMLP, GatedMLPState, fuse, unfuse
+from acceler8.nn.gated_mlp import (
+    FusedGatedMLP,
+    GatedMLPState,
+    fuse,
+    fused_mlps,
+    run_as_one,
+    run_one_by_one,
+    unfuse,
+)
 from acceler8.nn.group import LinearGroup
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
@@ -27,7 +35,10 @@ __all__ = [
     "fp8_layers",
     "fp8_state_dict",
     "fuse",
+    "fused_mlps",
     "load_fp8_state_dict",
+    "run_as_one",
+    "run_one_by_one",
     "state_of",
     "unfuse",
 ]

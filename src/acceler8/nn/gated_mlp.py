@@ -1,13 +1,14 @@
 """``FusedGatedMLP``: a gated MLP of the model's author whose class was changed, so that it can run as one operation.
 
-Its parts stay what they are, three FP8 layers with their own Parameters. Whether they can run as one is asked anew at
+Its parts stay what they are, FP8 layers with their own Parameters. Whether they can run as one is asked anew at
 each call: a part that carries a hook, an adapter, a parametrisation or another forward must be called, so then the
 author's own forward runs, with its FP8 layers. The same forward runs under ``torch.compile``, which fuses by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +21,9 @@ from acceler8.nn.class_change import is_to_be_called, swap_class
 from acceler8.nn.linear import Fp8Linear
 
 _STATE = "_acceler8_fusion"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (int, float, str, bool, type(None))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 @dataclass
@@ -27,14 +31,17 @@ class GatedMLPState:
     """What a converted gated MLP knows: its parts by their names as children. Plain data."""
 
     name: str
-    gate: str
-    up: str
-    down: str
+    layers: tuple[str, ...]
+    """Gate, up and down; or gate and up as one layer, and down."""
     activation: str
     author: type[nn.Module]
     """The class that the module had."""
+    argument: str = ""
+    """What the author's forward calls its input."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """The other children and the attributes at conversion, among them the activation: with others it is another MLP."""
     codes: WeightCodes = field(default_factory=WeightCodes)
-    """Of gate and up together."""
+    """Of gate and up together, where they are two layers."""
     why_not: str | None = None
     """Why the last forward in training mode did not run as one; None if it did, or there was none."""
 
@@ -44,49 +51,49 @@ class FusedGatedMLP(nn.Module):
 
     _acceler8_fusion: GatedMLPState
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the author's forward computes."""
         if torch.compiler.is_compiling():
-            return cast(Tensor, super().forward(x))
+            return cast(Tensor, super().forward(*args, **kwargs))
         state = self._acceler8_fusion
-        layers, why_not = self._parts(x)
+        inputs = args or tuple(value for name, value in kwargs.items() if name == state.argument)
+        layers = None
+        if len(inputs) == 1 == len(args) + len(kwargs):
+            layers, why_not = self._parts(inputs[0])
+        else:
+            why_not = "its arguments are not those of a gated MLP"
         if self.training:
             state.why_not = why_not
         if layers is None:
-            return cast(Tensor, super().forward(x))
-        gate, up, down = layers
-        first, last = gate._acceler8_layer, down._acceler8_layer
+            return cast(Tensor, super().forward(*args, **kwargs))
         if self.training:
             for layer in layers:
                 layer._acceler8_layer.count_unmarked_call()
-        slots, records = None, self.training
-        if first.slots is not None and last.slots is not None:
-            slots = first.slots._replace(records=records), last.slots._replace(records=records)
-        codes = (state.codes, last.codes) if self.training else None
-        return gated_mlp(
-            x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            activation=state.activation,
-            recipe=first.recipe,
-            slots=slots,
-            codes=codes,
-        )
+        codes = None
+        if self.training:
+            codes = (
+                (state.codes if len(layers) > 2 else layers[0]._acceler8_layer.codes),
+                layers[-1]._acceler8_layer.codes,
+            )
+        return run_as_one(self, inputs[0], records=self.training, codes=codes)
 
-    def _parts(self, x: Tensor) -> tuple[tuple[Fp8Linear, Fp8Linear, Fp8Linear] | None, str | None]:
-        """``(gate, up, down)`` if they can run as one operation on ``x`` now, else why not."""
+    def _parts(self, x: Any) -> tuple[tuple[Fp8Linear, ...] | None, str | None]:
+        """The FP8 layers if they can run as one operation on ``x`` now, else why not."""
         state, children = self._acceler8_fusion, self._modules
-        layers = children.get(state.gate), children.get(state.up), children.get(state.down)
-        for name, layer in zip((state.gate, state.up, state.down), layers, strict=True):
+        layers = tuple(children.get(name) for name in state.layers)
+        for name, layer in zip(state.layers, layers, strict=True):
             if type(layer) is not Fp8Linear:
                 return None, f"{name} is a {type(layer).__name__}"
             if layer.training is not self.training:
                 return None, f"{name} is not in the module's mode"
+        for name, was in state.others.items():
+            now = children[name] if name in children else self.__dict__.get(name)
+            if now is not was and (type(was) not in _PLAIN or now != was):
+                return None, f"{name} is not what it was at conversion"
         for name, child in children.items():
             if child is not None and (why := is_to_be_called(child)):
                 return None, f"{name} {why}"
-        gate, up, down = parts = cast("tuple[Fp8Linear, Fp8Linear, Fp8Linear]", layers)
+        parts = cast("tuple[Fp8Linear, ...]", layers)
         states = [layer._acceler8_layer for layer in parts]
         if not all(layer.is_fp8(self.training) for layer in states):
             return None, "high precision"
@@ -96,17 +103,19 @@ class FusedGatedMLP(nn.Module):
             return None, "a bias"
         if any(type(layer.codes) is not WeightCodes for layer in states):
             return None, "its weights are gathered in FP8"
-        if any(type(layer.weight) is not nn.Parameter for layer in parts):
+        weights = [layer.weight for layer in parts]
+        if any(type(weight) is not nn.Parameter for weight in weights):
             return None, "a weight is no plain Parameter"
-        weights = gate.weight, up.weight, down.weight
-        if gate.weight.requires_grad is not up.weight.requires_grad:
-            return None, f"one of {state.gate} and {state.up} is frozen"
-        if any(w.dtype is not gate.weight.dtype or w.device != x.device for w in weights):
-            return None, "dtypes or devices differ"
-        if x.dtype is not gate.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            return None, "dtypes or devices differ"
+        if len({weight.requires_grad for weight in weights[:-1]}) > 1:
+            return None, f"one of {' and '.join(state.layers[:-1])} is frozen"
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return None, f"its input is a {type(x).__name__}"
+        if any(w.dtype is not weights[0].dtype or w.device != x.device for w in weights):
+            return None, "dtypes or devices differ"
+        if x.dtype is not weights[0].dtype and not (torch.is_autocast_enabled(x.device.type) and x.dtype in _DTYPES):
+            return None, "dtypes or devices differ"
+        if x.ndim == 0 or x.shape[-1] != weights[0].shape[1]:
+            return None, "its input has another width"  # the layers say so
         return parts, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -134,8 +143,54 @@ def _rebuild(author: type[nn.Module]) -> FusedGatedMLP:
     return cls.__new__(cls)
 
 
+def run_as_one(
+    mlp: FusedGatedMLP, x: Tensor, *, records: bool, codes: tuple[WeightCodes, WeightCodes] | None = None
+) -> Tensor:
+    """The fused operation on ``x``, which must be possible. ``records`` False leaves no trace in amax histories."""
+    first, *more = (mlp._modules[name] for name in mlp._acceler8_fusion.layers)
+    gate, second, down = cast("tuple[Fp8Linear, Fp8Linear, Fp8Linear]", (first, more[0], more[-1]))
+    wide, narrow, slots = gate._acceler8_layer, down._acceler8_layer, None
+    if wide.slots is not None and narrow.slots is not None:
+        slots = wide.slots._replace(records=records), narrow.slots._replace(records=records)
+    return gated_mlp(
+        x,
+        gate.weight,
+        None if second is down else second.weight,
+        down.weight,
+        activation=mlp._acceler8_fusion.activation,
+        recipe=wide.recipe,
+        slots=slots,
+        codes=codes,
+    )
+
+
+def run_one_by_one(mlp: FusedGatedMLP, x: Tensor) -> Tensor:
+    """The author's forward of a module that can run as one, through its FP8 layers, without gradient or trace."""
+    layers = [cast(Fp8Linear, mlp._modules[name]) for name in mlp._acceler8_fusion.layers]
+    before = [(layer.training, layer._acceler8_layer.evaluates_in_fp8) for layer in layers]
+    try:
+        for layer in layers:  # an evaluation neither records an amax nor keeps codes
+            layer.training, layer._acceler8_layer.evaluates_in_fp8 = False, True
+        with torch.no_grad():
+            return cast(Tensor, mlp._acceler8_fusion.author.forward(mlp, x.detach()))
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.training, layer._acceler8_layer.evaluates_in_fp8 = was
+
+
+def fused_mlps(model: nn.Module) -> Iterator[tuple[str, FusedGatedMLP]]:
+    """``(name, module)`` of every gated MLP that can run as one, names as in ``model.named_modules()``."""
+    for name, module in model.named_modules():
+        if isinstance(module, FusedGatedMLP):
+            yield name, module
+
+
 def fuse(module: nn.Module, state: GatedMLPState) -> None:
     """Change the class of a module whose parts are FP8 layers."""
+    state.argument = next(iter(inspect.signature(module.forward).parameters), "")
+    children = {name: child for name, child in module._modules.items() if name not in state.layers}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    state.others = {**attributes, **children}
     module.__dict__[_STATE] = state
     swap_class(module, state.author, fused_class(state.author))
 

@@ -140,6 +140,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor], *, strict: b
             )
     for name, place in places.items():
         amax.data[:, place].copy_(state[name])
+    amax.unite()
     amax.steps = int(state["steps"])
 
 

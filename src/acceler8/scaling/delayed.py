@@ -58,6 +58,16 @@ class AmaxState:
             self._followers = slots, others
 
     @torch.no_grad()
+    def unite(self) -> None:
+        """Behind a load: histories of slots that share one scale may come from a model where each had its own. All of
+        them get the largest amax of each step; what is the same already stays.
+        """
+        if self._followers is not None:
+            slots, others = self._followers
+            self.data.scatter_reduce_(1, others.expand(len(self.data), -1), self.data[:, slots], "amax")
+            self.data[:, slots] = self.data[:, others]
+
+    @torch.no_grad()
     def update(self) -> None:
         """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps.
 
