@@ -77,8 +77,12 @@ def fits(fusion: Fusion, module: nn.Module, recipes: dict[str, Recipe], known: K
     names = [name.removeprefix(prefix) for name in fusion.layers]
     if not all(name in module._modules and prefix + name in recipes for name in names):
         return False
-    if fusion.kind == "shared input":
-        return _agree(recipes[name] for name in fusion.layers)
+    if fusion.kind != "gated MLP":
+        parts = [child for child in map(module._modules.get, names) if isinstance(child, nn.Linear)]
+        reads_one = len({part.in_features for part in parts}) == 1
+        widths = [part.out_features for part in parts]
+        can_run = fusion.kind == "shared input" or not cannot_merge(recipes[fusion.layers[0]], widths)
+        return reads_one and can_run and _agree(recipes[name] for name in fusion.layers)
     mlp = _find_once(module, known)
     own = {name: recipes[prefix + name] for name in names}
     return mlp is not None and mlp == GatedMLP(tuple(names), fusion.activation) and _can_fuse(module, mlp, own)
@@ -208,7 +212,7 @@ def _match(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
     down: Any = _linear(output.args[0], module)
     if x.op != "placeholder" or down is None:
         return None
-    (product,) = down.args or (None,)
+    product: Any = down.args[0] if down.args else None
     if not _is_call(product, operator.mul, torch.mul, "mul") or len(product.args) != 2:
         return None
     left, right = product.args
