@@ -1,4 +1,4 @@
-"""Runs ``test_triton.py`` in Triton's interpreter: kernels decide when they are imported, so in its own process."""
+"""Runs kernel tests in Triton's interpreter: kernels decide when they are imported, so in a process of their own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the triton package, which is made for Linux only")
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter's own")
-@pytest.mark.parametrize(("file", "at_least"), [("test_triton", 100), ("test_gated", 60), ("test_concatenated", 20)])
-def test_kernels_give_the_same_codes_in_the_interpreter(file, at_least):
+@pytest.mark.parametrize(
+    ("file", "some", "at_least"),
+    [
+        ("test_triton", "", 100),
+        ("test_concatenated", "", 20),
+        ("test_gated", "silu and rowwise", 2),
+        ("test_norm", "rowwise", 2),
+        pytest.param("test_gated", "", 60, marks=pytest.mark.slow),
+        pytest.param("test_norm", "", 70, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_give_the_same_codes_in_the_interpreter(file, some, at_least):
     tests = Path(__file__).with_name(f"{file}.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some, str(tests)]
     # numpy works on one tile at a time, so a second thread would only wait for the first
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -78,9 +78,11 @@ def fits(fusion: Fusion, module: nn.Module, recipes: dict[str, Recipe], known: K
     if not all(name in module._modules and prefix + name in recipes for name in names):
         return False
     if fusion.kind != "gated MLP":
-        layers = [layer for name in names if isinstance(layer := module._modules[name], nn.Linear)]
-        can_merge = not cannot_merge(recipes[fusion.layers[0]], [layer.out_features for layer in layers])
-        return _agree(recipes[name] for name in fusion.layers) and (can_merge or fusion.kind == "shared input")
+        parts = [child for child in map(module._modules.get, names) if isinstance(child, nn.Linear)]
+        reads_one = len({part.in_features for part in parts}) == 1
+        widths = [part.out_features for part in parts]
+        can_run = fusion.kind == "shared input" or not cannot_merge(recipes[fusion.layers[0]], widths)
+        return reads_one and can_run and _agree(recipes[name] for name in fusion.layers)
     mlp = _find_once(module, known)
     own = {name: recipes[prefix + name] for name in names}
     return mlp is not None and mlp == GatedMLP(tuple(names), fusion.activation) and _can_fuse(module, mlp, own)

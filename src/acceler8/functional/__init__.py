@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from acceler8.functional.input_codes import InputCodes
 from acceler8.functional.linear import LinearSlots, linear
+from acceler8.functional.norm import norm
 from acceler8.functional.weight_codes import WeightCodes
 
-__all__ = ["LinearSlots", "WeightCodes", "linear"]
+__all__ = ["InputCodes", "LinearSlots", "WeightCodes", "linear", "norm"]

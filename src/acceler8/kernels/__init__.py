@@ -6,6 +6,7 @@ from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
 from acceler8.kernels.concatenated import quantize_concatenated
 from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward, gated_backward_ref, gated_ref
+from acceler8.kernels.norm import Normed, norm_backward, norm_backward_ref, norm_forward, norm_ref
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
     check_operands,
@@ -20,6 +21,7 @@ __all__ = [
     "ACTIVATIONS",
     "HAVE_TRITON",
     "CastStatistics",
+    "Normed",
     "Quantized",
     "amax_ref",
     "check_operands",
@@ -30,6 +32,10 @@ __all__ = [
     "gated_ref",
     "has_hardware_matmul",
     "multiply",
+    "norm_backward",
+    "norm_backward_ref",
+    "norm_forward",
+    "norm_ref",
     "quantize",
     "quantize_concatenated",
     "quantize_ref",

@@ -27,7 +27,7 @@ Delayed = tuple[Tensor, Tensor]  # amax in use, staging
 _TILE, _BLOCK_TILE = 64, 128
 _WARPS, _BLOCK_WARPS = 4, 8
 _BACKWARD_TILE, _BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 64, 8, 8
-_AMAX_TILE, _AMAX_WARPS = 64, 8
+_AMAX_TILE, _AMAX_WARPS = 64, 2
 _SCALES = 512  # of them a program makes
 # Rows that a program holds whole, as in quantize
 _ELEMENTS, _PER_WARP = 4096, 1024

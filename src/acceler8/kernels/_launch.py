@@ -93,13 +93,23 @@ class _Zeros:
 
     def take(self, count: int, device: int, stream: int) -> Any:
         """Address of ``count`` zeros that nobody else gets."""
+        pool, start = self._take(count, device, stream)
+        return pool.data_ptr() + 4 * start
+
+    def take_tensor(self, count: int, device: int, stream: int) -> Tensor:
+        """The zeros themselves, int32 [count], which keep their pool alive."""
+        pool, start = self._take(count, device, stream)
+        return pool[start : start + count]
+
+    def _take(self, count: int, device: int, stream: int) -> tuple[Tensor, int]:
         pool: Tensor | None
         with self._lock:
             pool, start = self._pools.get((device, stream), (None, 0))
             if pool is None or start + count > self.POOL:
-                pool, start = torch.zeros(max(count, self.POOL), dtype=torch.int32, device=f"cuda:{device}"), 0
+                with torch.inference_mode(False):  # views of an inference tensor could not be saved for a backward
+                    pool, start = torch.zeros(max(count, self.POOL), dtype=torch.int32, device=f"cuda:{device}"), 0
             self._pools[device, stream] = pool, start + count + -count % 4
-        return pool.data_ptr() + 4 * start
+        return pool, start
 
 
 _zeros = _Zeros()
@@ -114,3 +124,10 @@ def zeros(count: int, like: Tensor, device: int, stream: int) -> tuple[Any, Tens
         return _zeros.take(count, device, stream), None
     filled = torch.zeros(count, dtype=torch.int32, device=like.device)
     return address(filled), filled
+
+
+def zeros_tensor(count: int, like: Tensor, device: int, stream: int) -> Tensor:
+    """int32 zeros [count] for a result, on ``stream``, at a multiple of 16 bytes."""
+    if device >= 0 and not torch.cuda.is_current_stream_capturing():
+        return _zeros.take_tensor(count, device, stream)
+    return torch.zeros(count, dtype=torch.int32, device=like.device)

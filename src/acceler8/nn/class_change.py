@@ -38,10 +38,11 @@ def is_to_be_called(module: nn.Module) -> str | None:
     """Why the result is not that of the module's class alone; None if it is."""
     attributes = module.__dict__
     if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
-        return "has a hook (on all modules)"
+        return "has a hook, as all modules"
     if any(attributes[hooks] for hooks in _HOOKS):
         return "has a hook"
     if "forward" in attributes:
         return "has a forward of its own"
-    children = (child for child in module._modules.values() if child is not None)
-    return next((why for child in children if (why := is_to_be_called(child))), None)
+    return next(
+        (why for child in module._modules.values() if child is not None and (why := is_to_be_called(child))), None
+    )

@@ -1,0 +1,181 @@
+"""RMSNorm and LayerNorm that hand on the FP8 codes of their result beside it.
+
+y is what the plain module gives, and every reader may take it; the codes are those of y, for the FP8 linear layers that
+follow. The codes carry no gradient: a layer that multiplies them returns the gradient of y, the straight-through
+estimate, as if it had cast y itself.
+
+Backward saves x and a number or two a row. It is written for first derivatives; asking for a second one raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acceler8.errors import DoubleBackwardError, ShapeError
+from acceler8.formats import Format
+from acceler8.functional.input_codes import InputCodes
+from acceler8.kernels import Quantized, norm_backward, norm_forward
+from acceler8.kernels.norm import Kind, result_dtype
+from acceler8.recipes import Recipe
+from acceler8.scaling import ROWWISE, AmaxSlot, Granularity
+
+_OPS = {"rms": "aten::rms_norm", "layer": "aten::layer_norm"}
+# Operations that autocast runs in FP32: on CUDA layer_norm, and rms_norm in newer versions of PyTorch
+_AUTOCAST = {
+    (kind, device): torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+    for kind, op in _OPS.items()
+    for device, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU"))
+}
+
+
+class _Call(NamedTuple):
+    """What one call carries beside its tensors."""
+
+    eps: float
+    kind: Kind
+    weight_offset: float
+    cast_before_weight: bool
+    dtype: torch.dtype
+    rows: Format | None
+    granularity: Granularity
+    pow2: bool
+    margin: int
+    column_amax: bool
+
+
+class _Norm(torch.autograd.Function):
+    """Any number of leading dimensions: flattening them outside would cost two autograd nodes more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        staging: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor | None, ...]:
+        flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        eps, kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, column_amax = call
+        made = norm_forward(
+            flat, weight, bias, eps, kind=kind, weight_offset=weight_offset, cast_before_weight=cast_before_weight,
+            dtype=dtype, rows=rows, granularity=granularity, pow2=pow2, margin=margin, column_amax=column_amax,
+            amax=amax, staging=staging,
+        )  # fmt: skip
+        ctx.set_materialize_grads(False)  # codes get no gradient, nor zeros in its place
+        ctx.save_for_backward(x, weight, made.inverse_std, made.mean)
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
+        # as F.linear does: not a view to autograd, so that it may be changed in place
+        y = made.y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(made.y, x.shape)
+        codes, scale_inv = (None, None) if made.rows is None else (made.rows.codes, made.rows.scale_inv)
+        ctx.mark_non_differentiable(*(t for t in (codes, scale_inv, made.column_amax) if t is not None))
+        return y, codes, scale_inv, made.column_amax
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy = grads[0]
+        if dy is None:
+            return None, None, None, None, None, None
+        x, weight, inverse_std, mean = ctx.saved_tensors
+        call: _Call = ctx.call
+        with torch.no_grad():
+            shape = x.shape
+            if x.ndim != 2:
+                x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, shape[-1])
+            dx: Tensor | None
+            dx, dweight, dbias = norm_backward(
+                dy, x, weight, inverse_std, mean, weight_offset=call.weight_offset,
+                cast_before_weight=call.cast_before_weight,
+                weight_grad=ctx.needs_input_grad[1], bias_grad=ctx.needs_input_grad[2],
+            )  # fmt: skip
+            dx = dx.view(shape) if ctx.needs_input_grad[0] else None
+            if dweight is not None:
+                dweight = dweight.to(weight.dtype)
+            if dbias is not None:
+                dbias = dbias.to(ctx.bias_dtype)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
+            # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
+            leaf = torch.empty(0, device=dy.device, requires_grad=True)
+            mark = _NoSecondDerivative.apply
+            dx, dweight, dbias = (None if g is None else mark(g, leaf) for g in (dx, dweight, dbias))  # type: ignore[no-untyped-call]
+        return dx, dweight, dbias, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity on a first derivative whose own backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, leaf: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise DoubleBackwardError(
+            "a second derivative was asked of a norm fused with a cast to FP8, which has none; allowed: first"
+            " derivatives; keep the plain norm or compute the penalty in model.eval()"
+        )
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    kind: Kind = "rms",
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
+    recipe: Recipe | None = None,
+    slot: AmaxSlot | None = None,
+    records: bool = True,
+    column_amax: bool = True,
+    autocasts: bool | None = None,
+) -> tuple[Tensor, InputCodes | None]:
+    """``(y, codes)``: x normalised along its last dimension, and the codes that ``recipe`` wants of it.
+
+    Shape: x [..., D], weight, bias [D] or None, each bf16, fp16 or fp32 -> y [..., D], and codes of it flattened to
+        [M, D]; None without a recipe or where it keeps fprop's input in high precision.
+    ``kind, weight_offset, cast_before_weight``: which plain module this stands for, as in ``norm_forward``. ``slot`` is
+        the amax state of the input of the layer that follows, which a delayed recipe needs; ``records`` False leaves
+        no trace in it. ``column_amax`` False leaves out the amax of columns, else found where gradients are on and
+        the recipe's wgrad takes row scales.
+    ``autocasts``: the plain module calls PyTorch's own rms_norm or layer_norm, which autocast on CUDA runs in FP32;
+        None: it does unless it rounds before the weight or adds an offset. Elsewhere y has the dtype of x, or that to
+        which x and weight promote if it rounds before the weight.
+    Gradients come in the dtypes of their tensors; weight and bias sum in FP32.
+    Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for.
+    """
+    if x.ndim == 0:
+        raise ShapeError("norm got a number; allowed: x [..., D]")
+    device = x.device.type
+    if autocasts is None:
+        autocasts = not (cast_before_weight or weight_offset)
+    in_fp32 = autocasts and _AUTOCAST.get((kind, device), False) and torch.is_autocast_enabled(device)
+    dtype = torch.float32 if in_fp32 else result_dtype(x, weight, cast_before_weight)
+    rows, granularity, pow2, margin, amax, staging = None, ROWWISE, False, 0, None, None
+    wants_columns = False
+    if recipe is not None:
+        rows, granularity = recipe.fprop.a.format, recipe.fprop.a.granularity
+        pow2, margin = recipe.pow2_scales, recipe.margin
+        wgrad = recipe.wgrad
+        wants_columns = column_amax and wgrad.is_fp8 and wgrad.b.granularity is ROWWISE and torch.is_grad_enabled()
+        if recipe.is_delayed and rows is not None:
+            if slot is None:
+                raise ShapeError(
+                    f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
+                )
+            amax, staging = slot.in_use, slot.staging if records else slot.staging.clone()
+    call = _Call(
+        float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns
+    )
+    y, codes, scale_inv, columns = _Norm.apply(x, weight, bias, amax, staging, call)  # type: ignore[no-untyped-call]
+    if codes is None and columns is None:
+        return y, None
+    return y, InputCodes(None if codes is None else Quantized(codes, scale_inv, granularity), columns)
+
+
+__all__ = ["norm"]
