@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from acceler8.functional.call import PLAIN, Call, LinearSlots, once_only
+from acceler8.functional.linears import rows_of
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
 from acceler8.kernels import ACTIVATIONS, Quantized, gated, gated_backward
@@ -92,7 +93,7 @@ class _GatedMLP(torch.autograd.Function):
             if wide.needs_dw:
                 assert d_kept is not None
                 x_kept = Quantized(codes, scale_inv, ctx.granularity)
-                parts = (d_kept,) if ctx.is_one else _halves(d_kept)
+                parts = (d_kept,) if ctx.is_one else rows_of(d_kept, [gate_up.shape[1] // 2] * 2)
                 dgate, dup, *_ = *(_as(wide.multiply(wgrad, part, x_kept), wide.w_dtype) for part in parts), None
         return *once_only(dx, dgate, dup, ddown), None, None, None
 
@@ -103,15 +104,6 @@ def _both(gate: Tensor, up: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype is dtype else t.to(dtype)
-
-
-def _halves(codes: Quantized) -> tuple[Quantized, Quantized]:
-    """The rows of gate and those of up."""
-    middle = codes.codes.shape[0] // 2
-    scales = (codes.scale_inv,) * 2 if codes.scale_inv.ndim == 0 else codes.scale_inv.split(middle)
-    parts = zip(codes.codes.split(middle), scales, strict=True)
-    first, second = (Quantized(part, scale, codes.granularity) for part, scale in parts)
-    return first, second
 
 
 def _activate(

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acceler8.errors import DoubleBackwardError, ShapeError
+from acceler8.errors import ShapeError
 from acceler8.formats import Format
+from acceler8.functional.call import once_only
 from acceler8.functional.input_codes import InputCodes
 from acceler8.kernels import Quantized, norm_backward, norm_forward
 from acceler8.kernels.norm import Kind, result_dtype
@@ -97,27 +98,7 @@ class _Norm(torch.autograd.Function):
                 dweight = dweight.to(weight.dtype)
             if dbias is not None:
                 dbias = dbias.to(ctx.bias_dtype)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
-            # a leaf that wants a gradient: whoever differentiates again gets here, whatever dy and the inputs want
-            leaf = torch.empty(0, device=dy.device, requires_grad=True)
-            mark = _NoSecondDerivative.apply
-            dx, dweight, dbias = (None if g is None else mark(g, leaf) for g in (dx, dweight, dbias))  # type: ignore[no-untyped-call]
-        return dx, dweight, dbias, None, None, None
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity on a first derivative whose own backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, leaf: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise DoubleBackwardError(
-            "a second derivative was asked of a norm fused with a cast to FP8, which has none; allowed: first"
-            " derivatives; keep the plain norm or compute the penalty in model.eval()"
-        )
+        return *once_only(dx, dweight, dbias), None, None, None
 
 
 def norm(

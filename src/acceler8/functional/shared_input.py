@@ -40,8 +40,6 @@ class SharedInput:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.column_amax: Tensor | None = None
-        """[C] int32 bits of FP32: the largest magnitude of each column, where the tensor's producer found it."""
         self.results: dict[int, Tensor] = {}
         """What layers that run as one left for the others, by ``id`` of the layer."""
         self._codes: dict[Cast, Quantized] = {}

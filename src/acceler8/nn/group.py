@@ -64,15 +64,13 @@ class LinearGroup:
             slots=state.slots,
             codes=self.codes,
         )
-        own, version = None, x._version
-        shared = shared_input(x)
-        assert shared is not None
-        assert shared.version == version
+        own, left = None, shared_input(x)  # the one of before went with its codes
+        assert left is not None
         for member, result in zip(self.layers, results, strict=True):
             if member is layer:
                 own = result
             else:
-                shared.results[id(member)] = result
+                left.results[id(member)] = result
         return own
 
     def _why_not(self, x: Tensor) -> str | None:
