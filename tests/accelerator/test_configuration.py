@@ -320,7 +320,7 @@ def test_recipe_objects_by_pattern_run_as_they_are() -> None:
         prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
         assert recipes_of(prepared) == ["mine", "tensorwise", None]
         keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
-        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "skip"]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip"]
 
 
 def test_errors_of_recipes_by_pattern() -> None:
@@ -349,14 +349,14 @@ def test_fp8_steps_run_from_every_route(monkeypatch, tmp_path) -> None:
     accelerators += [Accelerator(cpu=True, recipe={"0": recipes.get("rowwise"), "*": "delayed"})]
     for accelerator in accelerators:
         prepared = accelerator.prepare(model())
-        schedule = state_of(prepared).schedule
+        (schedule,) = state_of(prepared).own_schedules()
         seen = []
         for _ in range(4):
             seen.append(schedule.is_on)
             accelerator.clock.tick()
         assert seen == [False, True, True, False]
         assert str(accelerator.plan.fp8_steps) == "1:3"
-    assert state_of(Accelerator("fp8", cpu=True, config_file=None).prepare(model())).schedule is not None
+    assert state_of(Accelerator("fp8", cpu=True, config_file=None).prepare(model())).schedules
 
 
 def test_the_report_says_the_window_and_where_the_run_is() -> None:
@@ -386,6 +386,7 @@ def test_a_model_converted_by_hand_follows_the_accelerators_steps() -> None:
     accelerator = Accelerator("fp8", cpu=True)
     accelerator.prepare(hand)
     accelerator.clock.tick()
-    assert not state_of(hand).schedule.is_on
+    (schedule,) = state_of(hand).own_schedules()
+    assert not schedule.is_on
     accelerator.clock.ticks = 2  # as a resume does
-    assert state_of(hand).schedule.is_on
+    assert schedule.is_on
