@@ -153,7 +153,8 @@ def _words(parts: list[dict[str, Any]]) -> str:
 
 
 def _names(values: list[Any]) -> str:
-    return ", ".join(dict.fromkeys(str(v.get("name", v) if isinstance(v, dict) else v) for v in values))
+    said = dict.fromkeys(str(v.get("name", v) if isinstance(v, dict) else v) for v in values)
+    return ", ".join(f"{text:.200}" for text in said)
 
 
 def _settings_said(before: list[Any], after: list[Any]) -> str:
