@@ -160,6 +160,14 @@ def test_histories_of_layers_that_are_not_on_yet_stay_empty():
     assert amax.steps == 4
 
 
+def test_steps_without_a_delayed_layer_on_are_no_steps_of_the_histories():
+    model = deep("0:1,2:all", {"blocks.3": "rowwise", "*": "delayed"})
+    for step in range(4):
+        outcome(model, batch(seed=step))
+        acceler8.step(model)
+    assert state_of(model).amax.steps == 2
+
+
 def test_evaluation_follows_the_depth_unless_asked_for():
     model, x = deep("0:1,1:all", recipes.get("rowwise", eval="fp8")).eval(), batch()
     hand = Deep()
