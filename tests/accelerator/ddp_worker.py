@@ -15,9 +15,14 @@ import torch.distributed as dist
 
 from acceler8 import Accelerator
 from acceler8.utils import InitProcessGroupKwargs
-from tests.accelerator import ddp_checks, ddp_parity, ddp_training
+from tests.accelerator import ddp_checks, ddp_parity, ddp_schedules, ddp_training
 
-SCENARIOS = {**ddp_training.SCENARIOS, **ddp_parity.SCENARIOS, **ddp_checks.SCENARIOS}
+SCENARIOS = {
+    **ddp_training.SCENARIOS,
+    **ddp_parity.SCENARIOS,
+    **ddp_checks.SCENARIOS,
+    **ddp_schedules.SCENARIOS,
+}
 
 
 def main(folder: Path, names: list[str]) -> None:

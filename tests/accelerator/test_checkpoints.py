@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from acceler8 import Accelerator
+from acceler8 import Accelerator, recipes
 from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.errors import CheckpointError, ConfigError
@@ -20,6 +20,7 @@ from acceler8.nn import fp8_layers
 from acceler8.utils import NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
+from tests.checkpoint.test_hostile import edit
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,69 @@ def test_a_resume_goes_on_in_the_schedule(tmp_path, steps, stop):
     assert losses + second.train(14 - stop) == expected
     assert_same(second.everything(), whole.everything())
     assert expected != Run(0).train(14)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 6])  # windows are two micro-batches: in step 0, before 1, in 2, before 3
+def test_a_resume_goes_on_by_depth(tmp_path, stop):
+    def run(seed):
+        handler = NativeRecipeKwargs(recipe="delayed", fp8_last_layers="1:1,3:all", fp8_steps=":6")
+        return Run(seed, recipe=None, kwargs_handlers=[handler])
+
+    whole = run(0)
+    expected = whole.train(14)
+    first = run(0)
+    losses = first.train(stop)
+    first.save(tmp_path / "c")
+    second = run(1)
+    assert second.load(tmp_path / "c").reset == ()
+    assert losses + second.train(14 - stop) == expected
+    assert_same(second.everything(), whole.everything())
+
+
+def test_a_resume_says_that_the_schedule_is_another(tmp_path, caplog):
+    def run(seed, **schedule):
+        return Run(seed, recipe=None, kwargs_handlers=[NativeRecipeKwargs(recipe="delayed", **schedule)])
+
+    first = run(0, fp8_steps="1:", fp8_last_layers="0:1,2:all")
+    first.train(4)
+    first.save(tmp_path / "c")
+    same = run(1, fp8_steps="1:", fp8_last_layers={2: "all", 0: 1})
+    assert same.load(tmp_path / "c").reset == ()
+    with caplog.at_level(logging.WARNING, "acceler8"):
+        report = run(1, fp8_last_layers="0:1,9:all").load(tmp_path / "c")
+    assert report.reset == (
+        "Sequential: fp8_steps was 1:, now :",
+        "Sequential: fp8_last_layers was 0:1,2:all, now 0:1,9:all",
+    )
+    assert report.reset[1] in caplog.text
+    none = run(1)
+    none.save(tmp_path / "none")
+    assert run(2, fp8_steps=":4").load(tmp_path / "none").reset == ("Sequential: fp8_steps was :, now :4",)
+
+
+def test_a_resume_says_in_what_a_recipe_of_the_same_name_differs(tmp_path):
+    first = Run(0, recipe={"0": "delayed", "*": recipes.get("delayed", eval="fp8")})
+    first.save(tmp_path / "c")
+    second = Run(1, recipe={"0": recipes.get("delayed", margin=2), "*": "delayed"})
+    assert second.load(tmp_path / "c").reset == (
+        "Sequential: recipe was 0=delayed, *=delayed, now 0=delayed, *=delayed with other settings:"
+        " layers.0.1.scaling.margin was 0, now 2; layers.1.1.eval was 'fp8', now 'high_precision'",
+    )
+
+
+def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
+    run = Run(0)
+    folder = run.save(tmp_path / "c")
+
+    def earlier(state):
+        assert state["format_version"] == 2
+        state["format_version"] = 1
+        for part in state["models"][0]["fp8"]:
+            del part["fp8_steps"], part["fp8_last_layers"]
+
+    edit(folder, "acceler8_state.json", earlier)
+    handler = NativeRecipeKwargs(recipe="delayed", fp8_steps="9:")
+    assert Run(1, recipe=None, kwargs_handlers=[handler]).load(folder).reset == ()
 
 
 def test_a_resume_says_which_layers_had_another_recipe(tmp_path):

@@ -13,7 +13,7 @@ import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import Accelerator
 from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, RecipeError
-from acceler8.nn import Fp8Linear, state_of
+from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.utils import (
     AORecipeKwargs,
     DeepSpeedPlugin,
@@ -320,7 +320,7 @@ def test_recipe_objects_by_pattern_run_as_they_are() -> None:
         prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
         assert recipes_of(prepared) == ["mine", "tensorwise", None]
         keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
-        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "skip"]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip"]
 
 
 def test_errors_of_recipes_by_pattern() -> None:
@@ -349,14 +349,14 @@ def test_fp8_steps_run_from_every_route(monkeypatch, tmp_path) -> None:
     accelerators += [Accelerator(cpu=True, recipe={"0": recipes.get("rowwise"), "*": "delayed"})]
     for accelerator in accelerators:
         prepared = accelerator.prepare(model())
-        schedule = state_of(prepared).schedule
+        (schedule,) = state_of(prepared).own_schedules()
         seen = []
         for _ in range(4):
             seen.append(schedule.is_on)
             accelerator.clock.tick()
         assert seen == [False, True, True, False]
         assert str(accelerator.plan.fp8_steps) == "1:3"
-    assert state_of(Accelerator("fp8", cpu=True, config_file=None).prepare(model())).schedule is not None
+    assert state_of(Accelerator("fp8", cpu=True, config_file=None).prepare(model())).schedules
 
 
 def test_the_report_says_the_window_and_where_the_run_is() -> None:
@@ -373,6 +373,46 @@ def test_the_report_says_the_window_and_where_the_run_is() -> None:
     assert report_line(plain, "fp8_steps") == "fp8_steps = : default"
 
 
+def test_the_last_layers_run_from_every_route(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: fp8\nfp8_config:\n  fp8_last_layers: {1: 1, 3: all}\n")
+    mixed = {"0": recipes.get("rowwise"), "*": "delayed"}
+    accelerators = [
+        Accelerator(cpu=True, config_file=file),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_last_layers={1: 1, 3: "all"})]),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(mixed, fp8_last_layers="1:1,3:all")]),
+    ]
+    monkeypatch.setenv("ACCELERATE_FP8_LAST_LAYERS", "1:1,3:all")
+    accelerators += [Accelerator("fp8", cpu=True), Accelerator("fp8", cpu=True, recipe=mixed)]
+    for accelerator in accelerators:
+        prepared = accelerator.prepare(model())
+        seen = []
+        for _ in range(4):
+            seen.append([layer._acceler8_layer.schedule.is_on for _, layer in fp8_layers(prepared)])
+            accelerator.clock.tick()
+        assert seen == [[False, False], [False, True], [False, True], [True, True]]
+        assert str(accelerator.plan.fp8_last_layers) == "1:1,3:all"
+
+
+def test_the_report_says_how_far_the_depth_is() -> None:
+    accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_last_layers="1:1,3:all")])
+    accelerator.prepare(model())
+    said = "FP8 by depth, 1:1,3:all of 2 blocks: in step {}, the next, {} of 2 FP8 layers are on{}"
+    for step, now, more in ((0, 0, "; more from step 1 on"), (2, 1, "; more from step 3 on"), (3, 2, "")):
+        accelerator.clock.ticks = step
+        assert said.format(step, now, more) in str(accelerator.fp8_report()).splitlines()[2]
+        assert str(accelerator.fp8_report()).splitlines()[2].endswith("are on" + more)
+    assert report_line(accelerator, "fp8_last_layers") == (
+        "fp8_last_layers = 1:1,3:all code NativeRecipeKwargs(fp8_last_layers=)"
+    )
+
+
+def test_a_window_and_stages_that_never_agree_are_refused_at_once() -> None:
+    handler = NativeRecipeKwargs(fp8_steps=":5", fp8_last_layers="5:1")
+    with pytest.raises(ConfigError, match=r"NativeRecipeKwargs\(fp8_last_layers=\): fp8_steps :5 ends before"):
+        Accelerator("fp8", cpu=True, kwargs_handlers=[handler])
+
+
 def test_a_window_that_is_none_is_refused_with_its_place() -> None:
     with pytest.raises(ConfigError, match=r"NativeRecipeKwargs\(fp8_steps=\): fp8_steps got '10'; allowed: START:STOP"):
         Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_steps="10")])
@@ -386,6 +426,7 @@ def test_a_model_converted_by_hand_follows_the_accelerators_steps() -> None:
     accelerator = Accelerator("fp8", cpu=True)
     accelerator.prepare(hand)
     accelerator.clock.tick()
-    assert not state_of(hand).schedule.is_on
+    (schedule,) = state_of(hand).own_schedules()
+    assert not schedule.is_on
     accelerator.clock.ticks = 2  # as a resume does
-    assert state_of(hand).schedule.is_on
+    assert schedule.is_on

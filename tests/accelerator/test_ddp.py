@@ -32,6 +32,7 @@ from acceler8.utils import (
 from tests.accelerator.ddp_checks import SCENARIOS as CHECKS
 from tests.accelerator.ddp_parity import LOADERS
 from tests.accelerator.ddp_parity import SCENARIOS as PARITY
+from tests.accelerator.ddp_schedules import SCENARIOS as SCHEDULES
 from tests.accelerator.ddp_training import PRECISIONS, RECIPES, STEPS
 from tests.accelerator.ddp_training import SCENARIOS as TRAINING
 
@@ -76,7 +77,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("ddp")
     has_peer = importlib.util.find_spec("accelerate") is not None
     parity = [name for name in PARITY if has_peer or name.endswith("acceler8")]
-    workers = start(folder / "two", 2, [*CHECKS, *TRAINING, *parity]) + start(folder / "one", 1, [*TRAINING, *parity])
+    workers = start(folder / "two", 2, [*CHECKS, *TRAINING, *SCHEDULES, *parity]) + start(
+        folder / "one", 1, [*TRAINING, *parity]
+    )
     end = time.monotonic() + LIMIT_S
     try:
         for worker in workers:
@@ -105,6 +108,40 @@ def load(folder: Path, scenario: str, rank: int = 0) -> Any:
 def test_two_processes(results, scenario):
     for rank in range(2):
         load(results[0], scenario, rank)
+
+
+FIRST, *BLOCKS = "first", "blocks.0", "blocks.1", "blocks.2"
+# by hand: in each of the steps 0 to 4, which recipe each layer had; what is not named was in high precision
+EXPECTED: dict[str, list[dict[str, str]]] = {
+    "layer_recipes": [{"first": "rowwise", "blocks.0": "delayed", "blocks.2": "rowwise"}] * 5,
+    "fp8_steps": [dict.fromkeys([FIRST, *BLOCKS] if step in (1, 2) else [], "delayed") for step in range(5)],
+    "fp8_last_layers": [
+        *[{"blocks.2": "delayed"}] * 2,
+        {"blocks.1": "delayed", "blocks.2": "delayed"},
+        *[dict.fromkeys([FIRST, *BLOCKS], "delayed")] * 2,
+    ],
+    "all of them": [
+        {},
+        {"blocks.2": "tensorwise"},
+        {"blocks.1": "delayed", "blocks.2": "tensorwise"},
+        {"first": "delayed", "blocks.0": "delayed", "blocks.1": "delayed", "blocks.2": "tensorwise"},
+        {},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_layers_change_together_on_all_ranks(results, name):
+    first, second = (load(results[0], f"schedule-{name}", rank) for rank in range(2))
+    fed: set[str] = set()
+    for step, expected in enumerate(EXPECTED[name]):
+        for own in (first, second):
+            assert {layer: how for layer, how in own["seen"][step].items() if how != "high"} == expected, step
+        fed |= {layer for layer, how in expected.items() if how == "delayed"}
+        assert first["filled"][step] == sorted(fed)  # histories begin with the layer's own first step
+    for what in ("ends", "amaxes"):
+        assert torch.equal(first[what], second[what]), what
+    assert len(first["ends"].unique(dim=0)) == len(EXPECTED[name])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -209,6 +209,14 @@ ATTACKS = {
     ),
     "tied to nothing": (state(lambda c: c["models"][0].update(tied={"x": "y"})), "ties 'x' to 'y', but .* no such"),
     "tied to a list": (state(lambda c: c["models"][0].update(tied={"x": []})), r"models\.0\.tied\.x is a list"),
+    "schedule as a list": (
+        state(lambda c: c["models"][0]["fp8"][0].update(fp8_steps=[])),
+        r"models\.0\.fp8\.0\.fp8_steps is a list, not a str",
+    ),
+    "schedule missing": (
+        state(lambda c: c["models"][0]["fp8"][0].pop("fp8_last_layers") is None),
+        r"models\.0\.fp8\.0 lacks or must not have 'fp8_last_layers'",
+    ),
     "NaN in a history": (
         tensors("acceler8_state.safetensors", filled(HISTORY, float("nan"), 2)),
         r"FP8 state '0\.amax' .* is none that a training writes; it must be float32",
@@ -217,7 +225,7 @@ ATTACKS = {
     "negative staging": (tensors("acceler8_state.safetensors", filled(HISTORY, -1.0, 0)), "finite and from 0"),
     "history shape": (tensors("acceler8_state.safetensors", resized(HISTORY)), "and its tensors disagree"),
     "history missing": (tensors("acceler8_state.safetensors", lambda t: t.pop(HISTORY) is None), "tensors disagree"),
-    "newer state": (state(lambda c: c.update(format_version=9)), "format_version 9, this acceler8 reads up to 1"),
+    "newer state": (state(lambda c: c.update(format_version=9)), "format_version 9, this acceler8 reads up to 2"),
     "newer format": (
         lambda folder: edit(folder, "checkpoint.json", lambda c: c.update(format_version=9)),
         "format_version 9, this acceler8 reads up to",
@@ -283,6 +291,20 @@ def test_a_hostile_checkpoint_is_refused(folder, live, attack):
     change(folder)
     refused(live, folder, match)
     assert not (folder / "planted").exists()
+
+
+def test_a_foreign_recipe_and_schedule_are_reported_in_short(folder, live):
+    def change(content):
+        part, deep = content["models"][0]["fp8"][0], []
+        for _ in range(400):
+            deep = [deep]
+        part["recipe"]["x" * 1000] = deep
+        part["fp8_steps"] = "9" * 10_000
+
+    edit(folder, "acceler8_state.json", change)
+    report = Run(1).load(folder)
+    assert "fp8_steps was 999" in report.reset[1]
+    assert all(len(line) < 400 for line in report.reset)
 
 
 def test_a_json_of_absurd_size_is_not_read(folder, live, monkeypatch):

@@ -160,6 +160,9 @@ BACKENDS: dict[str, tuple[list[Step], dict[str, Any]]] = {
             ("How does the history", Pick("most_recent")),
             ("Run fprop, dgrad or wgrad", None),
             ("Layers to leave", "lm_head"),
+            ("Turn FP8 on by a schedule?", True),
+            ("In which steps", "5:900"),
+            ("How many of the last layers", "0:4,800:all"),
         ],
         {
             "recipe": "delayed",
@@ -171,6 +174,8 @@ BACKENDS: dict[str, tuple[list[Step], dict[str, Any]]] = {
             "amax_compute_algo": "most_recent",
             "override_linear_precision": (False, False, False),
             "skip": ("lm_head",),
+            "fp8_steps": "5:900",
+            "fp8_last_layers": "0:4,800:all",
         },
     ),
     "TE": (
@@ -253,6 +258,7 @@ def assert_reaches_a_launched_recipe(backend: str, expected: dict[str, Any], fol
         assert got["scaling"] == {"time": "delayed", **scaling}
         assert (got["name"], got["eval"], got["skip"]) == (expected["recipe"], "fp8", list(expected["skip"]))
         assert got["dgrad"]["a"]["format"] == expected["fp8_format"]
+        assert seen(folder)["schedule"] == [expected["fp8_steps"], expected["fp8_last_layers"]]
     else:
         shown = {key: tuple(value) if isinstance(value, list) else value for key, value in got.items()}
         assert {key: shown[key] for key in expected} == expected

@@ -26,7 +26,7 @@ seen = {
     "ao": AORecipeKwargs().to_dict(),
     "msamp": MSAMPRecipeKwargs().to_dict(),
     "native": NativeRecipeKwargs().to_recipe().to_dict(),
-    "fp8_steps": NativeRecipeKwargs().fp8_steps,
+    "schedule": [NativeRecipeKwargs().fp8_steps, NativeRecipeKwargs().fp8_last_layers],
 }
 if a is not None:
     seen |= {
@@ -63,7 +63,7 @@ TE = {
 OTHERS = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "opt_level": "O3"}
 NATIVE = {
     "recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True, "fp8_steps": "5:900",
-    "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
+    "fp8_last_layers": "0:4,1000:8,2000:all", "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_every_setting_of_every_recipe_reaches_a_launched_script(tmp_path, route
         "enable_fsdp_float8_all_gather": False,
     }
     assert got["msamp"]["opt_level"] == "O3"
-    assert got["fp8_steps"] == "5:900"
+    assert got["schedule"] == ["5:900", "0:4,1000:8,2000:all"]
     patterns = dict(got["native"]["layers"])
     assert [*patterns] == ["*.mlp.*", "layers.1", "*"]
     assert patterns["*.mlp.*"]["name"] == "tensorwise"

@@ -18,6 +18,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Stages,
     Steps,
     Table,
     Text,
@@ -65,6 +66,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             ends = st.none() | st.integers(1, 10**9)
             windows = st.tuples(ends, ends).filter(lambda w: None in w or w[0] < w[1])
             return windows.map(lambda w: ":".join("" if end is None else str(end) for end in w))
+        case Stages():
+            return st.tuples(
+                st.lists(st.integers(0, 10**9), min_size=1, max_size=3, unique=True).map(sorted),
+                st.lists(st.integers(1, 10**6), min_size=3, max_size=3, unique=True).map(sorted),
+                st.booleans(),
+            ).map(_stages)
         case Words():
             return st.permutations(kind.words).flatmap(
                 lambda words: st.integers(1, len(words)).map(lambda count: tuple(words[:count]))
@@ -100,3 +107,10 @@ def refusal(call: Callable[[], Any]) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _stages(parts: tuple[list[int], list[int], bool]) -> str:
+    steps, counts, ends_in_all = parts
+    found = [str(count) for count in counts[: len(steps)]]
+    found[-1:] = ["all"] if ends_in_all else found[-1:]
+    return ",".join(f"{step}:{count}" for step, count in zip(steps, found, strict=True))

@@ -123,6 +123,33 @@ def test_the_delayed_recipe_is_asked_about_its_history():
     assert check(effective) == []
 
 
+SCHEDULE = FP8 | {"Turn FP8 on by a schedule?": True}
+PATH_OF_STAGES = "fp8_config.fp8_last_layers"
+
+
+def test_a_schedule_is_asked_about_if_one_is_wanted():
+    prompter, effective = run(FP8)
+    assert prompter.asked[-2:] == [ENTRIES["fp8_config.skip"].setting.ask, "Turn FP8 on by a schedule?"]
+    assert "fp8_config.fp8_steps" not in effective.given()
+    answers = SCHEDULE | {"In which steps": " 100 : ", "How many of the last": "0:4, 1000:ALL"}
+    prompter, effective = run(answers)
+    keys = ("fp8_steps", "fp8_last_layers")
+    assert prompter.asked[-2:] == [ENTRIES[f"fp8_config.{key}"].setting.ask for key in keys]
+    assert [effective[f"fp8_config.{key}"] for key in keys] == ["100:", "0:4,1000:all"]
+    assert check(effective) == []
+    _, effective = run(SCHEDULE | {"How many of the last": "5:all"})  # an empty answer leaves the other out
+    assert effective.given("fp8_config").keys() & {f"fp8_config.{key}" for key in keys} == {PATH_OF_STAGES}
+    assert "Turn FP8 on by a schedule?" not in run(FP8 | {"Which FP8 backend?": "TE"})[0].asked
+
+
+def test_what_is_known_of_a_schedule_is_not_asked():
+    prompter, effective = run(SCHEDULE | {"How many of the last": "0:4"}, "fp8_steps=100:")
+    assert not any(question.startswith("In which steps") for question in prompter.asked)
+    assert (effective["fp8_config.fp8_steps"], effective[PATH_OF_STAGES]) == ("100:", "0:4")
+    prompter, _ = run(SCHEDULE, "fp8_steps=100:", "fp8_last_layers=0:4")
+    assert "Turn FP8 on by a schedule?" not in prompter.asked
+
+
 def test_several_machines():
     answers = MULTI | {
         "How many machines?": "2",
@@ -215,7 +242,7 @@ def test_what_is_missing_is_said_at_once():
 
 def test_each_question_has_one_line_of_help():
     everything = {"Compile the model": True, "Change the defaults": True, "Use FSDP?": True, "Which recipe?": "delayed"}
-    prompter, _ = run(MULTI | FP8 | everything)
+    prompter, _ = run(MULTI | SCHEDULE | everything)
     assert all(help and "\n" not in help for help in prompter.helps)
     assert "None" not in prompter.asked
 
@@ -227,6 +254,9 @@ def test_each_question_has_one_line_of_help():
         ("How many processes", {"Which type of machine?": "multi-GPU"}, "two", "got 'two'; allowed: an integer"),
         ("Which GPUs?", {}, "0,0", "allowed: all, or different numbers"),
         ("Headroom", FP8 | {"Which FP8 backend?": "TE"}, "99", "allowed: an integer from -16 to 16"),
+        ("In which steps", SCHEDULE, "100", "allowed: START:STOP"),
+        ("How many of the last", SCHEDULE, "4", "allowed: STEP:K with commas"),
+        ("How many of the last", SCHEDULE | {"In which steps": ":9"}, "9:all", "fp8_steps :9 ends before"),
         ("Host of", {"Which type of machine?": "multi-GPU", "How many machines?": "2"}, "", "got nothing"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from acceler8.formats import E4M3
 from acceler8.kernels import quantize
-from acceler8.scaling import TENSORWISE, AmaxSlot, AmaxState
+from acceler8.scaling import TENSORWISE, AmaxSlot, AmaxState, Schedule, StepClock, StepWindow
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,26 @@ def test_most_recent_is_the_last_step():
 def test_a_history_of_one(algo):
     state = make(1, algo)
     assert [step(state, amax, 1.0)[0] for amax in (5.0, 2.0, 7.0)] == [5.0, 2.0, 7.0]
+
+
+def test_a_slot_that_starts_late_takes_its_first_amax_at_once():
+    state = make(4, "max", interval=4)
+    assert step(state, 1.0, None) == [1.0, 0.0]
+    assert step(state, 8.0, 2.0) == [1.0, 2.0]  # its own first; the other waits for the fourth step
+    assert step(state, 2.0, 4.0) == [1.0, 2.0]
+    assert step(state, 2.0, 4.0) == [8.0, 4.0]
+
+
+def test_a_step_in_which_no_layer_is_on_changes_nothing():
+    state, clock = make(2), StepClock()
+    state.schedules = [Schedule(StepWindow.of(text), clock) for text in ("1:2", ":1")]
+    for schedule in state.schedules:
+        clock.follow(schedule.follow)
+    clock.subscribe(state.update)
+    for _ in range(4):
+        state.data[0] += 1
+        clock.tick()
+    assert state.steps == 2
 
 
 def test_slots_are_independent():

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from acceler8.errors import RecipeError
-from acceler8.scaling import Schedule, StepClock, StepWindow
+from acceler8.scaling import LastLayers, Schedule, StepClock, StepWindow, check_schedule
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,89 @@ def test_what_is_no_window(text):
 def test_an_empty_window_is_an_error(text, said):
     with pytest.raises(RecipeError, match=said):
         StepWindow.of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "left"),
+    [(":", 0, ":"), (":", 5, "5:"), ("3:9", 2, "3:9"), ("3:9", 8, "8:9"), ("3:9", 9, None), (":1", 0, ":1")],
+)
+def test_the_rest_of_a_window(text, step, left):
+    got = StepWindow.of(text).since(step)
+    assert (got and str(got)) == left
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("0:4,1000:8,2000:all", "0:4,1000:8,2000:all"),
+        (" 5 : 2 , 0:1,7: ALL", "0:1,5:2,7:all"),
+        ({1000: 8, 0: 4, 2000: "all"}, "0:4,1000:8,2000:all"),
+        ({"0": "4", "3": "All"}, "0:4,3:all"),
+        ("0:all", "0:all"),
+        ("3:1", "3:1"),
+    ],
+)
+def test_stages(given, written):
+    stages = LastLayers.of(given)
+    assert str(stages) == written
+    assert LastLayers.of(written) == stages == LastLayers.of(stages)
+    assert stages.is_all == (written == "0:all")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "4", "0:0", "-1:4", "0:4,", "0:4;1:8", "01:4", "0:04", "0:1.5", "0:half", "9" * 30 + ":1", "0:4,0:8 ,"),
+        *(4, None, ["0:4"], {}, {0: None}, {0: True}, {True: 4}, {1.5: 4}, {0: 4.0}, {0: -1}, {"0": ""}),
+    ],
+)
+def test_what_is_no_stage(given):
+    with pytest.raises(RecipeError, match=r"fp8_last_layers got .*; allowed: STEP:K with commas between them"):
+        LastLayers.of(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("0:4,0:8", "got step 0 twice; leave one out"),
+        ({0: 4, "0": 8}, "got step 0 twice"),
+        ("0:4,5:4", "got 0:4,5:4, where step 5 does not widen what step 0 has"),
+        ("0:4,5:3,6:8", "where step 5 does not widen what step 0 has"),
+        ("0:4,5:all,6:8", "where step 6 does not widen what step 5 has; allowed: .*; fp8_steps ends FP8"),
+    ],
+)
+def test_stages_only_widen(given, said):
+    with pytest.raises(RecipeError, match=said):
+        LastLayers.of(given)
+
+
+@pytest.mark.parametrize("stages", [(), ((0, 0),), ((-1, 2),), ((0, True),), ((5, 1), (0, 2)), ((0, "all"),)])
+def test_stages_in_code_are_checked_too(stages):
+    with pytest.raises(RecipeError, match="fp8_last_layers got"):
+        LastLayers(stages)
+
+
+def test_the_first_step_of_a_block_is_counted_from_the_last():
+    stages = LastLayers.of("5:1,10:3,20:all")
+    assert [stages.first_step(behind) for behind in range(5)] == [5, 10, 10, 20, 20]
+    assert stages.first_step(None) == 20
+    assert [LastLayers.of("5:2").first_step(behind) for behind in (0, 1, 2, None)] == [5, 5, None, None]
+
+
+def test_two_settings_that_never_agree():
+    check_schedule(StepWindow.of(":6"), LastLayers.of("5:1"))
+    check_schedule(None, LastLayers.of("5:1"))
+    check_schedule(StepWindow.of(":5"), None)
+    with pytest.raises(RecipeError, match="allowed: a STOP above 5, or a first stage before step 5"):
+        check_schedule(StepWindow.of(":5"), LastLayers.of("5:1"))
+
+
+def test_no_window_is_never_on():
+    clock = StepClock()
+    schedule = Schedule(None, clock)
+    clock.follow(schedule.follow)
+    clock.ticks = 10**6
+    assert not schedule.is_on
 
 
 def test_a_schedule_follows_ticks_and_jumps_behind_the_subscribers():

@@ -317,7 +317,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             if state.clock is not self.clock:
                 self.clock.lead(state.clock)
         if not states and self.recipe is not None:
-            made = plan(model, self.recipe, self.backend, fp8_steps=self.effective["fp8_config.fp8_steps"])
+            schedule = {key: self.effective["fp8_config." + key] for key in ("fp8_steps", "fp8_last_layers")}
+            made = plan(model, self.recipe, self.backend, **schedule)
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
@@ -457,7 +458,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
             told = (
                 "mixed_precision",
-                *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "skip")),
+                *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip")),
             )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:

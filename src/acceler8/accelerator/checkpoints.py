@@ -150,8 +150,8 @@ class Checkpoints:
         """Resume what ``save_state`` wrote, into the objects that are prepared and registered now.
 
         ``input_dir`` None takes the newest whole ``checkpoint_N``, with a warning for each newer one that is not whole.
-        Every file is verified and compared before anything changes. Precision, recipe, backend and number of
-        processes may differ from the saved run; the report, which is logged too, lists what that resets.
+        Every file is verified and compared before anything changes. Precision, recipe, backend, schedule of FP8 steps
+        and number of processes may differ from the saved run; the report, which is logged too, lists what that resets.
         ``strict=False`` also lets names, dtypes and ties of models differ. ``load_kwargs`` and ``map_location`` have no
         effect: values go to where each object is.
         Raises: CheckpointError, with every object unchanged (but for what a load hook did), for a checkpoint that is

@@ -41,8 +41,22 @@ class Fp8Report:
             if (window := plan.fp8_steps) is not None:
                 now = "FP8" if window.holds(self.steps) else "high precision"
                 lines.append(f"  FP8 only in {window.said}, counted from 0; step {self.steps}, the next, is in {now}")
+            lines += self._depth(plan)
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
         return lines
+
+    def _depth(self, plan: Plan) -> list[str]:
+        """How far a schedule by depth is."""
+        if plan.fp8_last_layers is None or not plan.fp8_names:
+            return []
+        now = len(plan.in_fp8(self.steps))
+        starts = [w.start or 0 for name in plan.fp8_names if (w := plan.window_of(name)) is not None]
+        later = [start for start in starts if start > self.steps]
+        more = f"; more from step {min(later)} on" if later else ""
+        return [
+            f"  FP8 by depth, {plan.fp8_last_layers} of {len(plan.blocks)} blocks: in step {self.steps}, the next,"
+            f" {now} of {plan.totals.fp8_layers} FP8 layers are on{more}"
+        ]
 
     def _settings(self) -> list[str]:
         """``margin = 2    yaml run.yaml:7``, a line for each setting."""

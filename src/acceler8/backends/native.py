@@ -81,13 +81,15 @@ class NativeBackend:
         fusions: Sequence[tuple[Fusion, nn.Module]] = (),
     ) -> None:
         """Change the class of each layer and give it its state."""
-        amax = state.amax = _amax_state([layer for layer in layers if layer[2].is_delayed])
+        delayed = [layer for layer in layers if layer[2].is_delayed]
+        amax = state.amax = _amax_state(delayed)
         if amax is not None:
-            amax.schedule = state.schedule
+            own = {id(s): s for name, _, _ in delayed if (s := state.schedules.get(name)) is not None}
+            amax.schedules = list(own.values())
         state.follow_clock()
         slots, made = 0, {}
         for name, module, recipe in layers:
-            layer = made[name] = LayerState(name, recipe, state.clock, schedule=state.schedule)
+            layer = made[name] = LayerState(name, recipe, state.clock, schedule=state.schedules.get(name))
             if recipe.is_delayed:
                 layer.amax, layer.places = amax, (slots, slots + 1, slots + 2)
                 slots += len(ROLES)

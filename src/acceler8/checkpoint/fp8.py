@@ -18,16 +18,19 @@ from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
 from acceler8.scaling.delayed import IN_USE, STAGING
 
 _STEPS = "steps"
+_SAID, _DEEPEST = 3, 8  # differences in one line, levels that are compared
 
 
 def describe(model: nn.Module) -> list[dict[str, Any]]:
-    """Each converted part of ``model``: ``path`` in it, ``recipe``, ``backend`` and the names of its FP8 ``layers``."""
+    """Each converted part of ``model``: its ``path``, ``recipe``, ``backend``, FP8 ``layers`` by name, and schedule."""
     return [
         {
             "path": path,
             "recipe": state.plan.recipe.to_dict(),
             "backend": state.backend,
             "layers": [_join(path, layer) for layer in state.plan.fp8_names],
+            "fp8_steps": str(state.plan.fp8_steps or ":"),
+            "fp8_last_layers": str(state.plan.fp8_last_layers or "0:all"),
         }
         for path, _, state in _parts(model)
     ]
@@ -128,10 +131,13 @@ def _changes(saved: list[dict[str, Any]], now: list[dict[str, Any]], where: str)
         was, has = (_words(parts) for parts in (saved, now))
         return [f"{where}: was {was}, now {has}"]
     lines = []
-    for key in ("recipe", "backend"):
-        before, after = ([part[key] for part in parts] for parts in (saved, now))
-        if before != after:
-            lines.append(f"{where}: {key} was {_names(before)}, now {_names(after)}")
+    for key in ("recipe", "backend", "fp8_steps", "fp8_last_layers"):
+        before, after = ([part.get(key) for part in parts] for parts in (saved, now))
+        if before == after or None in before:  # an earlier version wrote no schedule
+            continue
+        was, has = _names(before), _names(after)
+        own = f" with other settings{_settings_said(before, after)}" if was == has else ""
+        lines.append(f"{where}: {key} was {was}, now {has}{own}")
     layers = [{layer for part in parts for layer in part["layers"]} for parts in (saved, now)]
     if gone := layers[0] - layers[1]:
         lines.append(f"{where}: {len(gone)} layers were FP8 and are not now, such as {min(gone)}")
@@ -147,4 +153,22 @@ def _words(parts: list[dict[str, Any]]) -> str:
 
 
 def _names(values: list[Any]) -> str:
-    return ", ".join(dict.fromkeys(str(v.get("name", v) if isinstance(v, dict) else v) for v in values))
+    said = dict.fromkeys(str(v.get("name", v) if isinstance(v, dict) else v) for v in values)
+    return ", ".join(f"{text:.200}" for text in said)
+
+
+def _settings_said(before: list[Any], after: list[Any]) -> str:
+    """``: scaling.margin was 0, now 2``, in what recipes of the same name differ."""
+    was, has = (_leaves(values[0] if len(values) == 1 else values) for values in (before, after))
+    differ = [key for key in {**was, **has} if was.get(key) != has.get(key)]
+    said = [f"{key:.60} was {was.get(key)!r:.40}, now {has.get(key)!r:.40}" for key in differ[:_SAID]]
+    return ": " + "; ".join(said) + ("; ..." if len(differ) > _SAID else "")
+
+
+def _leaves(value: Any, path: str = "", depth: int = 0) -> dict[str, Any]:
+    """What is in nested lists and dicts, under dotted keys; a recipe is not as deep as a file may be."""
+    if not isinstance(value, dict | list) or depth == _DEEPEST:
+        return {path: value}
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [_leaves(part, _join(path, str(key)), depth + 1) for key, part in inner]
+    return {key: leaf for part in parts for key, leaf in part.items()}

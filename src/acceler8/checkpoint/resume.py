@@ -1,7 +1,7 @@
 """Reading a whole training: everything is read, verified and compared; only then is anything changed.
 
-What may differ from the saved run (precision, recipe, backend, number of processes) is taken over as far as it fits,
-and the report says what starts afresh. What must not differ raises.
+What may differ from the saved run (precision, recipe, backend, schedule, number of processes) is taken over as far as
+it fits, and the report says what starts afresh. What must not differ raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoadReport:
     progress: dict[str, Any]
     """What ``save_state(progress=)`` was given."""
     reset: tuple[str, ...]
-    """What differs from the saved training and so starts afresh, or has no use now."""
+    """What differs from the saved training, and so starts afresh, has no use now, or goes on otherwise."""
     notes: tuple[str, ...]
     """What was let pass with ``strict=False``."""
 

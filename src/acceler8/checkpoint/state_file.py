@@ -9,7 +9,8 @@ from acceler8.checkpoint.training import STATE, STATE_VERSION
 from acceler8.errors import CheckpointError
 
 _LARGEST = 2**53
-_PART = {"path": str, "recipe": dict, "backend": str, "layers": [str]}
+_FIRST_PART = {"path": str, "recipe": dict, "backend": str, "layers": [str]}  # of format_version 1
+_PART = {**_FIRST_PART, "fp8_steps": str, "fp8_last_layers": str}
 _MODEL = {"type": str, "tied": (str,), "fp8": [_PART], "histories": dict}
 _SHAPE: dict[str, Any] = {
     "format_version": int,
@@ -44,7 +45,8 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.folder / STATE} has format_version {version}, this acceler8 reads up to {STATE_VERSION}; it"
             f" was written by acceler8 {checkpoint.versions['acceler8']}: install that or a newer one"
         )
-    if wrong := _wrong(state, _SHAPE, ""):
+    models = [{**_MODEL, "fp8": [_FIRST_PART if version == 1 else _PART]}]
+    if wrong := _wrong(state, {**_SHAPE, "models": models}, ""):
         raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")
     return state
 

@@ -17,7 +17,7 @@ from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import BACKENDS, RECIPES
 from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
-from acceler8.errors import ConfigError, MissingLibraryError
+from acceler8.errors import ConfigError, MissingLibraryError, RecipeError
 
 if TYPE_CHECKING:
     from acceler8.recipes import LayerRecipes, Recipe
@@ -241,6 +241,27 @@ def _check_native(effective: Effective) -> None:
             )
     if effective[_FP8 + "fp8_format"] and set(names) <= set(RECIPES):
         recipe_of(effective)
+    _check_schedule(effective)
+
+
+def _check_schedule(effective: Effective) -> None:
+    """The window of steps and the schedule by depth have a step in common."""
+    steps, stages = (_FP8 + "fp8_steps", _FP8 + "fp8_last_layers")
+    if (problem := schedule_problem(effective[steps], effective[stages])) is not None:
+        raise ConfigError(f"{effective.source(steps).where}, {effective.source(stages).where}: {problem}")
+
+
+def schedule_problem(steps: str | None, stages: str | None) -> str | None:
+    """Why ``fp8_steps`` and ``fp8_last_layers`` never allow the same step, in words; None if they do."""
+    if steps is None or stages is None:
+        return None
+    from acceler8.scaling import LastLayers, StepWindow, check_schedule  # here, for it brings torch
+
+    try:
+        check_schedule(StepWindow.of(steps), LastLayers.of(stages))
+    except RecipeError as error:
+        return str(error)
+    return None
 
 
 def _check_te_mxfp8(effective: Effective) -> None:

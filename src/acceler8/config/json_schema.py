@@ -18,6 +18,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Stages,
     Steps,
     Table,
     Text,
@@ -129,6 +130,16 @@ def _(kind: LayerPatterns) -> list[dict[str, Any]]:
 @_forms.register
 def _(kind: Steps) -> list[dict[str, Any]]:
     return [{"type": "string", "pattern": r"^\s*[0-9]*\s*:\s*[0-9]*\s*$"}]
+
+
+@_forms.register
+def _(kind: Stages) -> list[dict[str, Any]]:
+    count = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^\s*([1-9][0-9]*|[aA][lL][lL])\s*$"}]
+    stages = r"^\s*(\{.*\}|[0-9]+\s*:\s*[0-9a-zA-Z]+(\s*,\s*[0-9]+\s*:\s*[0-9a-zA-Z]+)*)\s*$"
+    return [
+        {"type": "string", "pattern": stages},
+        {"type": "object", "additionalProperties": {"anyOf": count}},
+    ]
 
 
 @_forms.register

@@ -280,6 +280,32 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """A schedule by depth: how many of the last layers, from which step on."""
+
+    allowed: str = (
+        "STEP:K with commas between them, or a mapping of steps to K, the number of the last layers that are on, or all"
+    )
+
+    def parse(self, raw: Any) -> str:
+        """A text, or a mapping (in a text as JSON); the stages, as they are written shortest."""
+        if isinstance(raw, str) and raw.strip().startswith("{"):
+            raw = json.loads(raw)  # JSONDecodeError is a ValueError
+        if not isinstance(raw, str | Mapping):
+            raise ValueError
+        from acceler8.scaling import LastLayers  # here, for it brings torch, which other settings do without
+
+        try:
+            return str(LastLayers.of(raw))
+        except RecipeError as error:
+            raise RefusedError(str(error)) from None
+
+    def text(self, value: str) -> str:
+        """The stages."""
+        return value
+
+
+@dataclass(frozen=True)
 class Words:
     """A list of different words out of a few."""
 

@@ -21,6 +21,7 @@ from acceler8.config.kinds import (
     LayerPatterns,
     Names,
     Number,
+    Stages,
     Steps,
     Text,
     ThreeBools,
@@ -99,8 +100,20 @@ class Fp8Config(Section):
             "fp8_steps",
             kind=Steps(),
             help="The steps in which layers compute in FP8; outside they are in high precision.",
+            ask="In which steps is FP8 on (START:STOP, counted from 0)?",
             backends=("NATIVE",),
             defaults={"NATIVE": ":"},
+        ),
+    ] = None
+    fp8_last_layers: A[
+        str | None,
+        _fp8(
+            "fp8_last_layers",
+            kind=Stages(),
+            help="How many of the model's last blocks are in FP8 from which step on, such as 0:4,1000:8,2000:all.",
+            ask="How many of the last layers are in FP8, from which step on (STEP:K,...)?",
+            backends=("NATIVE",),
+            defaults={"NATIVE": "0:all"},
         ),
     ] = None
     skip: A[

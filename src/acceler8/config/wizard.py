@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from acceler8.config.backend_choice import schedule_problem
 from acceler8.config.kinds import Bool, Choice
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import DYNAMO_BACKENDS, SHARDING_STRATEGIES
@@ -248,6 +249,15 @@ class Wizard:
         if self["fp8_config.recipe"] != "activations_only":
             self._ask_gemms()
         self._ask("fp8_config.skip", None)
+        self._ask_schedule()
+
+    def _ask_schedule(self) -> None:
+        steps, stages = "fp8_config.fp8_steps", "fp8_config.fp8_last_layers"
+        if self[steps] is not None and self[stages] is not None:
+            return
+        if self._prompter.confirm("Turn FP8 on by a schedule?", "By steps, or the last layers first.", False):
+            self._ask(steps, None, problem=lambda value: schedule_problem(value, self[stages]))
+            self._ask(stages, None, problem=lambda value: schedule_problem(self[steps], value))
 
     def _ask_te(self) -> None:
         for name in ("use_autocast_during_eval", "margin", "interval", "fp8_format"):

@@ -23,7 +23,7 @@ from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
 from acceler8.nn.model_state import ATTRIBUTE
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import recipe_of_layer
-from acceler8.scaling import Schedule, StepClock
+from acceler8.scaling import LastLayers, Schedule, StepClock, StepWindow
 
 
 def convert(
@@ -31,16 +31,22 @@ def convert(
     plan: Plan | str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None,
     *,
     clock: StepClock | None = None,
+    fp8_steps: str | StepWindow | None = None,
+    fp8_last_layers: str | Mapping[Any, Any] | LastLayers | None = None,
 ) -> nn.Module:
     """Make the layers that ``plan`` names FP8, in place, and return the same model.
 
     Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be what ``plan()``
-    takes as a recipe; then the plan is made here. ``clock`` shares a step clock among several models.
+    takes as a recipe; then the plan is made here, with ``fp8_steps`` and ``fp8_last_layers``. ``clock`` shares a step
+    clock among several models.
     Raises: PlanError if the model is converted already or is not the one that was planned (what differs is
-        named); nothing is changed then.
+        named), or a schedule stands beside a plan, which has its own; nothing is changed then.
     """
     if not isinstance(plan, Plan):
-        plan = make_plan(model, plan)
+        plan = make_plan(model, plan, fp8_steps=fp8_steps, fp8_last_layers=fp8_last_layers)
+    elif fp8_steps is not None or fp8_last_layers is not None:
+        name = "fp8_steps" if fp8_steps is not None else "fp8_last_layers"
+        raise PlanError(f"convert got {name} beside a Plan, which says it already; give it to acceler8.plan")
     check_is_plain(model)
     engine = backends.get(plan.backend)
     layers = _planned_layers(model, plan)
@@ -57,7 +63,7 @@ def convert(
         ties=tied_names(model),
         requires_grad={name: p.requires_grad for name, p in named.items()},
         dtypes={name: p.dtype for name, p in named.items()},
-        schedule=None if plan.fp8_steps is None else Schedule(plan.fp8_steps, clock),
+        schedules=_schedules(plan, [name for name, _, _ in layers], clock),
     )
     engine.convert_layers(layers, state, fusions)
     model.__dict__[ATTRIBUTE] = state
@@ -97,6 +103,15 @@ def _planned_fusions(model: nn.Module, plan: Plan, recipes: dict[str, Recipe]) -
                 f" this {type(model).__name__} does not have like that; plan the model again"
             )
     return [(fusion, modules[fusion.name]) for fusion in plan.fusions]
+
+
+def _schedules(plan: Plan, layers: list[str], clock: StepClock) -> dict[str, Schedule]:
+    """The schedule of each layer, one for all that have the same window; none if all are in FP8 in every step."""
+    if not plan.schedule_said:
+        return {}
+    windows = {name: plan.window_of(row_name(name)) for name in layers}
+    made = {window: Schedule(window, clock, plan.schedule_said) for window in set(windows.values())}
+    return {name: made[window] for name, window in windows.items()}
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from torch import nn
 
 from acceler8 import backends
 from acceler8.backends import KINDS, Fusion
+from acceler8.conversion.blocks import block_of, find_blocks
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.conversion.fusions import find_fusions
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
@@ -27,9 +28,10 @@ from acceler8.errors import PlanError, unknown_name
 from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
-from acceler8.scaling import StepWindow
+from acceler8.scaling import LastLayers, StepWindow, check_schedule
 
 LOW_COVERAGE = 0.1
+_LATER_KEYS = ("fp8_steps", "fp8_last_layers", "blocks", "fusions")  # which a plan of an earlier version lacks
 _SHOWN = 40  # names in an error message
 
 
@@ -83,6 +85,10 @@ class Plan:
     """The steps in which the layers are in FP8; None: all."""
     fusions: tuple[Fusion, ...] = ()
     """FP8 layers that share work: codes of their input, or a whole gated MLP."""
+    fp8_last_layers: LastLayers | None = None
+    """How many of the last ``blocks`` are in FP8 from which step on; None: all from the first."""
+    blocks: tuple[str, ...] = ()
+    """Names of the model's blocks, first to last; looked for only if ``fp8_last_layers`` counts them."""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -100,6 +106,26 @@ class Plan:
                 counts[row.recipe] = counts.get(row.recipe, 0) + 1
         return ", ".join(f"{name} ({n} layer{'s' * (n > 1)})" for name, n in counts.items()) or self.recipe.name
 
+    @property
+    def schedule_said(self) -> str:
+        """``fp8_steps 100: and fp8_last_layers 0:4,1000:all``; empty if every layer is in FP8 in every step."""
+        given = {"fp8_steps": self.fp8_steps, "fp8_last_layers": self.fp8_last_layers}
+        return " and ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+
+    def window_of(self, row: str) -> StepWindow | None:
+        """The steps in which the FP8 layer of this row is in FP8, which both settings allow; None: none."""
+        window = self.fp8_steps or StepWindow()
+        if self.fp8_last_layers is None:
+            return window
+        place = block_of(module_name(row), self.blocks)
+        first = self.fp8_last_layers.first_step(None if place is None else len(self.blocks) - 1 - place)
+        return None if first is None else window.since(first)
+
+    def in_fp8(self, step: int) -> tuple[str, ...]:
+        """Names of the layers that are in FP8 in this step."""
+        windows = {name: self.window_of(name) for name in self.fp8_names}
+        return tuple(name for name, window in windows.items() if window is not None and window.holds(step))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` restores an equal plan."""
         rows = [dataclasses.asdict(row) | {"shape": list(row.shape)} for row in self.rows]
@@ -113,6 +139,8 @@ class Plan:
             "warnings": list(self.warnings),
             "fp8_steps": None if self.fp8_steps is None else str(self.fp8_steps),
             "fusions": [dataclasses.asdict(fusion) | {"layers": list(fusion.layers)} for fusion in self.fusions],
+            "fp8_last_layers": None if self.fp8_last_layers is None else str(self.fp8_last_layers),
+            "blocks": list(self.blocks),
             "rows": rows,
         }
 
@@ -123,7 +151,7 @@ class Plan:
         for key in data:
             if key not in valid:
                 raise PlanError(unknown_name("plan key", key, valid))
-        if missing := [key for key in valid if key not in data and key not in ("fp8_steps", "fusions")]:
+        if missing := [key for key in valid if key not in data and key not in _LATER_KEYS]:
             raise PlanError(f"plan lacks {', '.join(missing)}; write it with Plan.to_dict()")
         try:
             rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
@@ -145,6 +173,8 @@ class Plan:
                 "warnings": tuple(data["warnings"]),
                 "fp8_steps": _window(data.get("fp8_steps")),
                 "fusions": fusions,
+                "fp8_last_layers": _last_layers(data.get("fp8_last_layers")),
+                "blocks": tuple(data.get("blocks", ())),
                 "rows": rows,
             }
         )
@@ -161,6 +191,7 @@ def plan(
     skip: Iterable[str] | None = None,
     filter_fn: Filter | None = None,
     fp8_steps: str | StepWindow | None = None,
+    fp8_last_layers: str | Mapping[Any, Any] | LastLayers | None = None,
     fuse: bool = True,
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
@@ -170,13 +201,17 @@ def plan(
     leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
     ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
     are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device. ``fp8_steps`` is the window
-    of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fuse=False`` runs
-    each layer by itself, where otherwise those that read one activation share its codes and a gated MLP is one
-    operation.
-    Raises: RecipeError for an unknown recipe; PlanError for an unknown backend, a skip name or pattern that fits no
-        layer (the nearest layer is named), a model that is already converted, or a lazy one that never ran.
+    of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fp8_last_layers``,
+    ``"0:4,1000:8,2000:all"`` or ``{0: 4, 1000: 8, 2000: "all"}``, is the number of the last blocks whose layers are in
+    FP8 from each of these steps on (``blocks`` says what a block is); ``all`` is also what lies outside of the blocks.
+    Both must allow a step. ``fuse=False`` runs each layer by itself, where otherwise those that read one activation
+    share its codes and a gated MLP is one operation.
+    Raises: RecipeError for an unknown recipe, or a schedule that is none; PlanError for an unknown backend, a skip name
+        or pattern that fits no layer (the nearest layer is named), a model that is already converted, or a lazy one
+        that never ran; with ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8.
     """
-    recipe, window = resolve_layers(recipe), _window(fp8_steps)
+    recipe, window, last_layers = resolve_layers(recipe), _window(fp8_steps), _last_layers(fp8_last_layers)
+    check_schedule(window, last_layers)
     engine = backends.get(backend)
     check_is_plain(model)
     skip = _skip_patterns(skip)
@@ -217,7 +252,42 @@ def plan(
     fp8 = {module_name(row.name): recipe_of_layer(recipe, module_name(row.name))[1] for row in rows if row.is_fp8}
     recipes = {name: own for name, own in fp8.items() if own is not None}
     fusions = find_fusions(model, recipes) if fuse and engine.fuses else ()
-    return _finish(model, recipe, engine, rows, window, fusions)
+    return _by_depth(model, _finish(model, recipe, engine, rows, window, fusions), last_layers)
+
+
+def _by_depth(model: nn.Module, made: Plan, last_layers: LastLayers | None) -> Plan:
+    """The plan with a schedule by depth and the blocks that it counts."""
+    if last_layers is None:
+        return made
+    setting = f"fp8_last_layers {last_layers}"
+    rows = [module_name(row.name) for row in made.rows]
+    blocks = find_blocks(model, rows, [module_name(name) for name in made.fp8_names])
+    if made.fp8_names and not blocks:
+        raise PlanError(
+            f"{setting} counts blocks, and {made.model} has none: no nn.ModuleList or nn.Sequential holds two or more"
+            " like modules with FP8 layers; leave fp8_last_layers out, or give fp8_steps, which is for all layers"
+        )
+    warnings = [
+        f"{setting} asks for the last {count} of {len(blocks)} blocks: all of them; write all, which is also for layers"
+        " outside of the blocks"
+        for _, count in last_layers.stages
+        if blocks and count is not None and count > len(blocks)
+    ]
+    made = dataclasses.replace(
+        made, fp8_last_layers=last_layers, blocks=blocks, warnings=(*made.warnings, *warnings[:1])
+    )
+    if made.fp8_names and all(made.window_of(name) is None for name in made.fp8_names):
+        raise PlanError(
+            f"{made.schedule_said} never puts a layer of this {made.model} in FP8: of {blocks[0]} to {blocks[-1]} it"
+            f" reaches those without any of the {len(made.fp8_names)} FP8 layers; give a larger K, or all"
+        )
+    return made
+
+
+def _last_layers(stages: str | Mapping[Any, Any] | LastLayers | None) -> LastLayers | None:
+    """The stages, None if every layer is in FP8 from the first step on."""
+    found = None if stages is None else LastLayers.of(stages)
+    return None if found is None or found.is_all else found
 
 
 def _window(steps: str | StepWindow | None) -> StepWindow | None:
@@ -399,10 +469,13 @@ def render(plan: Plan, width: int = 120) -> str:
     t = plan.totals
     table = Table(title=f"FP8 plan: {plan.model}, recipe {plan.recipe.name}, backend {plan.backend}, {plan.device}")
     has_several = not isinstance(plan.recipe, Recipe)  # else the title says it
-    for column in ("layer", "type", "shape", "FP8", *(("recipe",) if has_several else ()), "why"):
+    by_depth = plan.fp8_last_layers is not None
+    columns = ("layer", "type", "shape", "FP8", *(("from step",) if by_depth else ()))
+    for column in (*columns, *(("recipe",) if has_several else ()), "why"):
         table.add_column(column, justify="right" if column == "shape" else "left", overflow="fold")
     for row in plan.rows:
         cells = [row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no"]
+        cells += [_from_step(plan, row)] if by_depth else []
         table.add_row(*cells, *((row.recipe,) if has_several else ()), row.reason)
     out = io.StringIO()
     # names and reasons hold brackets and colons, which are not markup
@@ -417,10 +490,44 @@ def render(plan: Plan, width: int = 120) -> str:
     )
     if plan.fp8_steps is not None:
         console.print(f"only in {plan.fp8_steps.said}, counted from 0; high precision outside", soft_wrap=True)
-    for line in _fusions_said(plan.fusions):
+    for line in (*_stages(plan), *_fusions_said(plan.fusions)):
         console.print(line, soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for warning in plan.warnings:
         console.print(f"WARNING: {warning}", soft_wrap=True)
     return out.getvalue().rstrip()
+
+
+def _from_step(plan: Plan, row: PlanRow) -> str:
+    """The first step in which a row's layer is in FP8, in a table."""
+    if not row.is_fp8:
+        return ""
+    window = plan.window_of(row.name)
+    return "never" if window is None else str(window.start or 0)
+
+
+def _stages(plan: Plan) -> list[str]:
+    """``from step 0: layers.8 to layers.11 (24 in all)``, a line for each step at which layers turn to FP8."""
+    if plan.fp8_last_layers is None or not plan.blocks:
+        return []
+    places: dict[int | None, list[int | None]] = {}
+    for name in plan.fp8_names:
+        window = plan.window_of(name)
+        first = None if window is None else window.start or 0
+        places.setdefault(first, []).append(block_of(module_name(name), plan.blocks))
+    lines = [
+        f"FP8 by depth: {len(plan.blocks)} blocks, {_span(plan.blocks)}; layers turn to FP8, steps counted from 0,"
+    ]
+    for first in sorted(places, key=lambda step: (step is None, step)):
+        found = sorted({place for place in places[first] if place is not None})
+        parts = [_span(plan.blocks[found[0] : found[-1] + 1])] if found else []
+        outside = places[first].count(None)
+        parts += [f"{outside} layer{'s' * (outside > 1)} outside of the blocks"] if outside else []
+        when = "never in FP8" if first is None else f"from step {first}"
+        lines.append(f"  {when}: {' and '.join(parts)} ({len(places[first])} in all)")
+    return lines
+
+
+def _span(blocks: tuple[str, ...]) -> str:
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"

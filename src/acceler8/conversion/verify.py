@@ -278,12 +278,13 @@ def _step(
             )
     del before
     state = state_of(model)
-    if clock.ticks == ticks and (state.amax is not None or state.schedule is not None):
-        what = "delayed scaling keeps no history" if state.schedule is None else "fp8_steps never change"
+    if clock.ticks == ticks and (state.amax is not None or state.schedules):
+        what = f"{state.plan.schedule_said} stands still" if state.schedules else "delayed scaling keeps no history"
         bad.append(
             f"step() marked no step boundary, so {what}: use Accelerator, or acceler8.attach(model, optimizer), or call"
             " acceler8.step(model) behind each optimizer step"
         )
+    off, compared = [name for name, schedule in state.schedules.items() if not schedule.is_on], clock.ticks
     stale, used, idle = _codes_used(model, step, fused)
     bad += stale
     if idle and check_calls:
@@ -295,8 +296,11 @@ def _step(
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
     covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
-    if state.schedule is not None and not state.schedule.is_on:
-        covered += f" (step {clock.ticks} is outside of fp8_steps {state.schedule.window}: in high precision)"
+    if off:
+        covered += (
+            f" ({len(off)} of {len(state.schedules)} FP8 layers were in high precision in step {compared}, by"
+            f" {state.plan.schedule_said})"
+        )
     return bad, covered + (f", {rounded} had steps below their resolution" if rounded else "")
 
 

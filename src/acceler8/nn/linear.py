@@ -54,7 +54,7 @@ class LayerState:
         return LinearSlots(x, w, dy)
 
     def is_fp8(self, training: bool) -> bool:
-        """True if a forward now computes by the recipe: in the schedule's window, and evaluations if they are to."""
+        """True if a forward now computes by the recipe: in its schedule's window, and evaluations if they are to."""
         in_window = self.schedule is None or self.schedule.is_on
         return in_window if training else self.evaluates_in_fp8 or (in_window and self.recipe.eval == "fp8")
 
@@ -71,7 +71,7 @@ class LayerState:
         self.unmarked_calls += 1
         if self.unmarked_calls == _UNMARKED_CALLS:
             delayed = "under delayed scaling and no step boundary was marked, so no amax history exists"
-            scheduled = f"with fp8_steps {self.schedule and self.schedule.window} and no step boundary was marked, so"
+            scheduled = f"with {self.schedule and self.schedule.setting} and no step boundary was marked, so"
             _log.warning(
                 "%s: %d training forwards %s; use Accelerator, or acceler8.attach(model, optimizer), or call"
                 " acceler8.step(model)",
@@ -85,8 +85,8 @@ class Fp8Linear(nn.Linear):
     """A linear layer that computes in the formats of its recipe. Made by conversion, not constructed.
 
     Shape: [..., in_features] -> [..., out_features], bf16, fp16 or fp32; any number of tokens.
-    In eval() mode it computes in high precision unless its recipe's ``eval`` is ``"fp8"``; outside the model's window
-    of FP8 steps it does what ``nn.Linear`` does.
+    In eval() mode it computes in high precision unless its recipe's ``eval`` is ``"fp8"``; outside its window of FP8
+    steps it does what ``nn.Linear`` does.
     """
 
     _acceler8_layer: LayerState

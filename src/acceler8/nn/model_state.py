@@ -27,7 +27,8 @@ class ModelState:
     requires_grad: dict[str, bool]
     dtypes: dict[str, torch.dtype]
     amax: AmaxState | None = None
-    schedule: Schedule | None = None
+    schedules: dict[str, Schedule] = field(default_factory=dict)
+    """Of each FP8 layer, by name; layers that change together share one. Empty: FP8 in every step."""
     codes: list[Any] = field(default_factory=list)
     attached: list[Any] = field(default_factory=list)
 
@@ -41,8 +42,8 @@ class ModelState:
         if self.amax is not None:
             self.clock.subscribe(self.amax.update)
         self.clock.subscribe(self.drop_codes)
-        if self.schedule is not None:
-            self.clock.follow(self.schedule.follow)
+        for schedule in self.own_schedules():
+            self.clock.follow(schedule.follow)
 
     def leave(self) -> None:
         """Undo ``follow_clock`` and everything that was attached since."""
@@ -51,8 +52,12 @@ class ModelState:
         if self.amax is not None:
             self.clock.unsubscribe(self.amax.update)
         self.clock.unsubscribe(self.drop_codes)
-        if self.schedule is not None:
-            self.clock.unfollow(self.schedule.follow)
+        for schedule in self.own_schedules():
+            self.clock.unfollow(schedule.follow)
+
+    def own_schedules(self) -> list[Schedule]:
+        """The schedules, each once."""
+        return list({id(schedule): schedule for schedule in self.schedules.values()}.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own clock and state, and nothing that belongs to this process's optimizers."""

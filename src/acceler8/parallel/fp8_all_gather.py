@@ -305,10 +305,10 @@ def _one_recipe(layers: list[tuple[str, Fp8Linear]]) -> Recipe:
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Fp8Linear]]) -> None:
-    if (schedule := state_of(model).schedule) is not None:
+    if schedules := state_of(model).own_schedules():
         raise PlanError(
-            f"gather_in_fp8 got a model with fp8_steps {schedule.window}; allowed: FP8 in every step, for weights"
-            " always arrive as codes; plan without fp8_steps, or leave the all-gather in high precision"
+            f"gather_in_fp8 got a model with {schedules[0].setting}; allowed: FP8 in every step, for weights always"
+            " arrive as codes; plan without it, or leave the all-gather in high precision"
         )
     if not isinstance(model, FSDPModule) or not layers:
         raise PlanError(

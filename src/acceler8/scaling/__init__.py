@@ -17,7 +17,7 @@ from acceler8.scaling.granularity import (
     multiply_groups,
 )
 from acceler8.scaling.scale import AMAX_FLOOR, compute_scale, compute_scale_e8m0
-from acceler8.scaling.schedule import Schedule, StepWindow
+from acceler8.scaling.schedule import LastLayers, Schedule, StepWindow, check_schedule
 
 __all__ = [
     "AMAX_FLOOR",
@@ -29,10 +29,12 @@ __all__ = [
     "BLOCK_1x128",
     "BLOCK_128x128",
     "Granularity",
+    "LastLayers",
     "MX_1x32",
     "Schedule",
     "StepClock",
     "StepWindow",
+    "check_schedule",
     "compute_scale",
     "compute_scale_e8m0",
     "expand_groups",

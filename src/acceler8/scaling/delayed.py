@@ -37,7 +37,7 @@ class AmaxState:
         self.names = list(names)
         self.history_len, self.algo, self.interval = history_len, algo, interval
         self.steps = 0
-        self.schedule: Schedule | None = None
+        self.schedules: list[Schedule] = []
         self._followers: tuple[Tensor, Tensor] | None = None
         self.data = torch.zeros(HISTORY + history_len, len(names), dtype=torch.float32, device=device)
 
@@ -71,17 +71,18 @@ class AmaxState:
     def update(self) -> None:
         """Step boundary: staging enters the history, the amax in use follows every ``interval`` steps.
 
-        A step outside of the model's window of FP8 steps changes nothing. No host sync.
+        An operand without one takes its first amax at once, whichever step that is. A step in which no delayed layer
+        is in FP8 by its schedule changes nothing. No host sync.
         """
-        if self.schedule is not None and not self.schedule.is_on:
+        if self.schedules and not any(schedule.is_on for schedule in self.schedules):
             return
         staged, history = self.data[STAGING], self.data[HISTORY:]
         fresh = staged.isfinite() & (staged > 0)  # an operand that did not run, or saw NaN or inf, keeps its past
         rolled = torch.cat([history[1:], staged.unsqueeze(0)])
         history.copy_(torch.where(fresh, rolled, history))
         self.steps += 1
-        if self.steps % self.interval == 0 or self.steps == 1:
-            self.data[IN_USE].copy_(history[-1] if self.algo == "most_recent" else history.amax(0))
+        in_use, now = self.data[IN_USE], history[-1] if self.algo == "most_recent" else history.amax(0)
+        in_use.copy_(now if self.steps % self.interval == 0 else torch.where(in_use == 0, now, in_use))
         staged.zero_()
         if self._followers is not None:
             slots, others = self._followers
