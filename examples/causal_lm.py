@@ -107,7 +107,6 @@ def train(args: argparse.Namespace) -> None:
                 break
     accelerator.print(f"perplexity after: {perplexity(accelerator, model, eval_loader):.3f}")
     save_and_compare(accelerator, model, ids, args.output)
-    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
