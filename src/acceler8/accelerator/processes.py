@@ -71,7 +71,12 @@ def join_processes(
         rank=rank,
         world_size=world,
     )
-    return Processes(place, world, rank, local, owns_group=True)
+    found = Processes(place, world, rank, local, owns_group=True)
+    if "nccl" not in distributed.get_backend():
+        # Gloo returns here when its own connections stand, not those of the others. A process that left by then took
+        # their half away: they failed to connect, or waited until the timeout. NCCL connects at the first collective.
+        found.wait()
+    return found
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
