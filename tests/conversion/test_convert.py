@@ -68,7 +68,7 @@ def test_everything_but_the_class_survives(recipe):
         assert torch.equal(model.state_dict()[name], value)
     for name, module in model.named_modules():
         assert module is modules[name]
-        assert set(vars(module)) - attributes[name] <= {"_acceler8_layer", "_acceler8_model"}
+        assert set(vars(module)) - attributes[name] <= {"_acceler8_layer", "_acceler8_model", "_acceler8_norm"}
     for name, p in model.named_parameters(remove_duplicate=False):
         assert p is parameters[name]
     assert model.head.weight is model.embed.weight

@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-# "shared input": one cast; "merged linears": one operation; "gated MLP": one operation, with its activation
-Kind = Literal["shared input", "merged linears", "gated MLP"]
+from acceler8.nn import NormKind
+
+# "shared input": one cast; "merged linears": one operation; "gated MLP": one operation, with its activation; "norm":
+# hands codes of its result on to the layers that read it, and has one kernel for backward
+Kind = Literal["shared input", "merged linears", "gated MLP", "norm"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """Some FP8 layers of one module that share work."""
+    """FP8 layers of one module that share work, or a norm in front of some."""
 
     kind: Kind
     name: str
     """Of the module."""
-    layers: tuple[str, ...]
-    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down."""
+    layers: tuple[str, ...] = ()
+    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down; of a norm none."""
     activation: str = ""
+    norm: NormKind | None = None
+    """What a norm computes."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The layers' names in their module, and the activation."""
+        """The layers' names in their module, and the activation; what a norm computes."""
+        if self.norm is not None:
+            return ("RMSNorm" if self.norm.kind == "rms" else "LayerNorm",)
         names = tuple(name.rpartition(".")[2] for name in self.layers)
         return (*names, self.activation) if self.activation else names

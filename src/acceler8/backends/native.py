@@ -16,10 +16,23 @@ from torch import nn
 from acceler8.backends.fusion import Fusion
 from acceler8.errors import PlanError
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
-from acceler8.nn import Fp8Linear, FusedGatedMLP, GatedMLPState, LayerState, LinearGroup, ModelState, fuse, unfuse
+from acceler8.nn import (
+    Fp8Linear,
+    FusedGatedMLP,
+    FusedNorm,
+    GatedMLPState,
+    LayerState,
+    LinearGroup,
+    ModelState,
+    NormState,
+    fuse,
+    fuse_norm,
+    unfuse,
+    unfuse_norm,
+)
 from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
-from acceler8.scaling import AmaxState
+from acceler8.scaling import AmaxState, Schedule
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROLES = ("x", "w", "dy")
@@ -109,6 +122,9 @@ class NativeBackend:
                 mlp = GatedMLPState(fusion.name, names, fusion.activation, plain_type(module))
                 state.codes.append(mlp.codes)
                 fuse(module, mlp)
+            if fusion.norm is not None:
+                schedules = _schedules_beside(fusion.name, state.schedules)
+                fuse_norm(module, NormState(fusion.name, fusion.norm, plain_type(module), schedules))
 
     def restore_layers(self, model: nn.Module) -> None:
         """Set each class back and drop the state."""
@@ -118,6 +134,15 @@ class NativeBackend:
                 del module.__dict__["_acceler8_layer"]
             elif isinstance(module, FusedGatedMLP):
                 unfuse(module)
+            elif isinstance(module, FusedNorm):
+                unfuse_norm(module)
+
+
+def _schedules_beside(norm: str, schedules: dict[str, Schedule]) -> list[Schedule]:
+    """Those of the layers in the module that holds the norm, and in what that holds, each once."""
+    parent = norm.rpartition(".")[0]
+    beside = [schedule for name, schedule in schedules.items() if not parent or name.startswith(f"{parent}.")]
+    return list({id(schedule): schedule for schedule in beside or schedules.values()}.values())
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
@@ -136,6 +161,8 @@ def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerS
     """
     pairs = []
     for fusion, _ in fusions:
+        if not fusion.layers:
+            continue
         first, *others = (layers[name] for name in fusion.layers[: -1 if fusion.kind == "gated MLP" else None])
         for layer in (first, *others):
             layer.readers = 1 + len(others)

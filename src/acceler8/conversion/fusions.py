@@ -23,8 +23,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from acceler8.backends import Fusion
+from acceler8.conversion.norms import find_norm
+from acceler8.conversion.twin import contents, twin_of
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
 from acceler8.functional.linears import cannot_merge
+from acceler8.nn import NormKind
 from acceler8.recipes import Recipe
 
 _READERS = (
@@ -40,14 +43,17 @@ _READERS = (
 _MOST_CHILDREN = 6
 _PLAIN = (int, float, str, bool, type(None))
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-Known = dict[Any, "GatedMLP | None"]  # tracing one takes milliseconds, and most are alike
+Known = dict[Any, "GatedMLP | NormKind | None"]  # looking at one takes milliseconds, and most are alike
 
 
 def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, ...]:
     """What can share work among the layers that become FP8, given with their recipes. Changes nothing."""
     found: list[Fusion] = []
     known: Known = {}
+    widths = _widths(model, recipes)
     for name, module in model.named_modules():
+        if (norm := _norm_once(module, known, widths)) is not None:
+            found.append(Fusion(kind="norm", name=name, norm=norm))
         prefix = f"{name}." if name else ""
         own = {child: recipes[prefix + child] for child in module._modules if prefix + child in recipes}
         if len(own) < 2:
@@ -73,6 +79,8 @@ def fits(fusion: Fusion, module: nn.Module, recipes: dict[str, Recipe], known: K
     """True if ``module`` is what a plan says of it. ``recipes`` are those of the FP8 layers, by full name; ``known``,
     empty at first, is for the modules of one model.
     """
+    if fusion.kind == "norm":
+        return fusion.norm is not None and _norm_once(module, known) == fusion.norm
     prefix = f"{fusion.name}." if fusion.name else ""
     names = [name.removeprefix(prefix) for name in fusion.layers]
     if not all(name in module._modules and prefix + name in recipes for name in names):
@@ -95,7 +103,27 @@ def _find_once(module: nn.Module, known: Known) -> GatedMLP | None:
         return None
     if (alike := _signature(module)) not in known:
         known[alike] = find_gated_mlp(module)
-    return known[alike]
+    found = known[alike]
+    assert not isinstance(found, NormKind)
+    return found
+
+
+def _widths(model: nn.Module, recipes: dict[str, Recipe]) -> set[int]:
+    """Widths of what FP8 layers read."""
+    return {m.in_features for name, m in model.named_modules() if name in recipes and isinstance(m, nn.Linear)}
+
+
+def _norm_once(module: nn.Module, known: Known, widths: set[int] | None = None) -> NormKind | None:
+    """What ``module`` computes, if it is a norm of one of these widths."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or module._modules or (widths is not None and weight.shape[0] not in widths):
+        return None
+    alike = ("norm", weight.shape[0], *_signature(module))
+    if alike not in known:
+        known[alike] = find_norm(module)
+    found = known[alike]
+    assert found is None or isinstance(found, NormKind)
+    return found
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
@@ -178,11 +206,8 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
 def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | None:
     tracer, dice = _ChildrenAreLeaves(), random.getstate()
     try:
-        twin = copy.copy(module)  # what the forward notes on itself is noted there
-        for name, value in twin.__dict__.items():
-            twin.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-        twin.__dict__["training"] = training
-        before = _contents(twin)
+        twin = twin_of(module, training=training)
+        before = contents(twin)
         with torch.random.fork_rng(devices=[]), _modes(on=training):
             seed = torch.get_rng_state()
             graph = tracer.trace(twin)
@@ -191,19 +216,9 @@ def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | None:
         return None
     finally:
         random.setstate(dice)
-    if threw_dice or len(tracer.modes) > 1 or before != _contents(twin):
+    if threw_dice or len(tracer.modes) > 1 or before != contents(twin):
         return None
     return _match(graph, module)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """What lies on a module, by identity; of a container also what lies in it."""
-    return {
-        name: [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]
-        if isinstance(value, (dict, list, set))
-        else id(value)
-        for name, value in module.__dict__.items()
-    }
 
 
 def _match(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:

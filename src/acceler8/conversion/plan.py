@@ -25,6 +25,7 @@ from acceler8.conversion.filters import Filter, first_match, output_heads, tied_
 from acceler8.conversion.fusions import find_fusions
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.errors import PlanError, unknown_name
+from acceler8.nn import NormKind
 from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
@@ -156,7 +157,7 @@ class Plan:
         try:
             rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
             totals = Totals(**data["totals"])
-            fusions = tuple(Fusion(**(f | {"layers": tuple(f["layers"])})) for f in data.get("fusions", ()))
+            fusions = tuple(_fusion(f) for f in data.get("fusions", ()))
         except (KeyError, TypeError) as error:
             raise PlanError(
                 f"a row or the totals of the plan, or a fusion, are not as Plan.to_dict() writes them: {error}"
@@ -451,6 +452,11 @@ def _finish(
         fp8_steps=window,
         fusions=fusions,
     )
+
+
+def _fusion(data: dict[str, Any]) -> Fusion:
+    norm = data.get("norm")
+    return Fusion(**(data | {"layers": tuple(data["layers"]), "norm": None if norm is None else NormKind(**norm)}))
 
 
 def _fusions_said(fusions: Iterable[Fusion]) -> list[str]:

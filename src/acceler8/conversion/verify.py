@@ -6,7 +6,7 @@ the codes follow. Each check is a function that returns what is wrong, as senten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,11 @@ from acceler8.kernels import Quantized, quantize
 from acceler8.nn import (
     Fp8Linear,
     FusedGatedMLP,
+    FusedNorm,
     ModelState,
     fp8_layers,
     fused_mlps,
+    fused_norms,
     run_as_one,
     run_one_by_one,
     state_of,
@@ -62,7 +64,8 @@ def verify(
     **called twice** and both are real steps. Then also: every parameter with a gradient and a learning rate
     changed (``moved``), and the second step's forward used codes of the weights as the first step left them
     (``fresh``); and each gated MLP that ran as one operation gave what its layers give one by one on the step's own
-    input, as near as their formats are (``fused``; which did not run as one is said, with why). ``ignore`` names checks
+    input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
+    is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
@@ -79,7 +82,7 @@ def verify(
     if step is not None:
         fused = _FusedRuns(model)
         checks["moved and fresh"] = lambda: _step(model, optimizer, step, fused, check_calls="called" not in ignore)
-        if fused.mlps and "moved and fresh" not in ignore:
+        if (fused.mlps or fused.norms) and "moved and fresh" not in ignore:
             checks["fused"] = fused.result
     for name in ignore:
         if name not in CHECKS:
@@ -258,6 +261,7 @@ def _step(
         handles.append(optimizer.register_step_pre_hook(rates))
     # before the user's own hooks, which may change the output
     handles += [mlp.register_forward_hook(fused, prepend=True) for mlp in fused.mlps.values()]
+    handles += [norm.register_forward_hook(fused.compare_norm, prepend=True) for norm in fused.norms.values()]
     try:
         step()
     finally:
@@ -358,14 +362,16 @@ def _codes_used(model: nn.Module, step: StepFunction, fused: _FusedRuns) -> tupl
 
 
 class _FusedRuns:
-    """Forward hook on gated MLPs that can run as one: whether they did, and if it gave what their layers give."""
+    """Forward hooks on gated MLPs that can run as one, and on norms: whether they did, and if that gave what their
+    layers give, or their author's forward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.mlps = dict(fused_mlps(model))
+        self.mlps, self.norms = dict(fused_mlps(model)), dict(fused_norms(model))
         self.ran: dict[str, str | None] = {}
         """Why not, by name, None if it ran as one; in the first training forward of each."""
         self.bad: list[str] = []
-        self._names = {id(mlp): name for name, mlp in self.mlps.items()}
+        self._names = {id(part): name for name, part in (*self.mlps.items(), *self.norms.items())}
 
     def __call__(self, mlp: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(mlp, FusedGatedMLP)
@@ -386,16 +392,43 @@ class _FusedRuns:
                 f" output, its formats allow {allowed / want.norm():.1%}; plan the model with fuse=False"
             )
 
+    def compare_norm(self, norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Forward hook on a norm."""
+        assert isinstance(norm, FusedNorm)
+        name = self._names[id(norm)]
+        if name in self.ran or not norm.training:
+            return
+        state = norm._acceler8_norm
+        self.ran[name] = why_not = "it is compiled" if torch.compiler.is_compiling() else state.why_not
+        if why_not is not None:
+            return
+        with torch.no_grad():
+            want, got = (t.double().nan_to_num() for t in (state.author.forward(norm, args[0]), output.detach()))
+        error, allowed = (got - want).norm(), torch.finfo(output.dtype).eps * want.norm()
+        if not error <= allowed:
+            self.bad.append(
+                f"{name} in one kernel differs from its own forward by {error / want.norm():.1e} of its output, its"
+                f" dtype allows {allowed / want.norm():.1e}; plan the model with fuse=False"
+            )
+
     def result(self) -> tuple[list[str], str]:
         """``(violations, what was covered)``."""
-        ran = sum(why_not is None for why_not in self.ran.values())
-        why = {name: self.ran.get(name, "it was not called in training mode") for name in self.mlps}
+        said = [
+            self._said(parts, what)
+            for parts, what in ((self.mlps, "gated MLPs ran as one operation"), (self.norms, "norms ran in one kernel"))
+            if parts
+        ]
+        return self.bad, ", ".join(said)
+
+    def _said(self, parts: Collection[str], what: str) -> str:
+        why = {name: self.ran.get(name, "it was not called in training mode") for name in parts}
+        ran = sum(why_not is None for why_not in why.values())
         others: dict[str, list[str]] = {}
         for name, why_not in why.items():
             if why_not is not None:
                 others.setdefault(why_not, []).append(name)
         said = [f"; {len(names)} did not, such as {names[0]}: {why_not}" for why_not, names in others.items()]
-        return self.bad, f"{ran} of {len(self.mlps)} gated MLPs ran as one operation{''.join(said)}"
+        return f"{ran} of {len(parts)} {what}{''.join(said)}"
 
 
 def _noise(recipe: Recipe) -> float:

@@ -53,8 +53,12 @@ class Call(NamedTuple):
         casts = self._cast_of("rows", first), self._cast_of("cols" if self.recipe.wgrad.is_fp8 else "rows", second)
         codes = [None if cast is None else shared.get(cast) for cast in casts]
         lacks = [cast is not None and found is None for cast, found in zip(casts, codes, strict=True)]
+        if shared.producer is not None:
+            shared.producer.note_reader(self.recipe, None if self.slots is None else self.slots.x, self.needs_dw)
         if any(lacks):
-            made = self.cast("x", x, first if lacks[0] else PLAIN, second if lacks[1] else PLAIN)
+            made = self.cast(
+                "x", x, first if lacks[0] else PLAIN, second if lacks[1] else PLAIN, column_amax=shared.column_amax
+            )
             for i, (cast, new) in enumerate(zip(casts, made, strict=True)):
                 if lacks[i] and cast is not None and new is not None:
                     codes[i] = new
@@ -62,20 +66,19 @@ class Call(NamedTuple):
         return codes[0], codes[1]
 
     def _cast_of(self, orientation: str, operand: Operand) -> Cast | None:
-        if operand.format is None:
-            return None
         slot, records = (None, True) if self.slots is None else (self.slots.x, self.slots.records)
-        recipe, scales = self.recipe, operand.granularity.name  # names: comparing granularities field by field is slow
-        return Cast(orientation, operand.format.name, scales, recipe.pow2_scales, recipe.margin, slot, records)
+        return Cast.of(orientation, self.recipe, operand, slot, records)
 
-    def cast(self, role: str, t: Tensor, first: Operand, second: Operand) -> tuple[Quantized | None, Quantized | None]:
+    def cast(
+        self, role: str, t: Tensor, first: Operand, second: Operand, *, column_amax: Tensor | None = None
+    ) -> tuple[Quantized | None, Quantized | None]:
         """Codes of ``t`` (x or dy) for the GEMM that contracts its rows, and for wgrad, which contracts tokens.
 
         A wgrad in FP8 reads ``t`` transposed; one in high precision reads dequantised rows.
         """
         if self.recipe.wgrad.is_fp8:
             granularity = (first if first.is_fp8 else second).granularity
-            return self.quantize(role, t, first.format, second.format, granularity)
+            return self.quantize(role, t, first.format, second.format, granularity, column_amax)
         rows, _ = self.quantize(role, t, first.format, None, first.granularity)
         if first.format is second.format:
             return rows, rows
@@ -108,6 +111,7 @@ class Call(NamedTuple):
         rows: Format | None,
         cols: Format | None,
         granularity: Granularity,
+        column_amax: Tensor | None = None,
     ) -> tuple[Quantized | None, Quantized | None]:
         """Quantise ``t`` in the orientations asked for; ``(None, None)`` if none is."""
         if rows is None and cols is None:
@@ -134,6 +138,7 @@ class Call(NamedTuple):
             amax=amax,
             staging=staging,
             statistics=self.observer is not None,
+            column_amax=column_amax,
         )
         if self.observer is not None and packed is not None:
             self.observer(role, packed, t.numel())

@@ -139,7 +139,7 @@ def linear(
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     if needs_dw and w_dtype is not weight.dtype:
         weight.grad_dtype = w_dtype  # codes stand in the weight's place; autograd would cast dw to their dtype
-    shared = shared_input(x) if readers > 1 and observer is None else None
+    shared = shared_input(x, make=readers > 1) if observer is None else None
     call = Call(recipe, slots, codes, observer, out_dtype, needs_dx, needs_dw, w_dtype, shared)
     y: Tensor = _Linear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
     if shared is not None:

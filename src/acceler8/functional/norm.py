@@ -101,6 +101,11 @@ class _Norm(torch.autograd.Function):
         return *once_only(dx, dweight, dbias), None, None, None
 
 
+def runs_in_fp32(kind: Kind, device: str, autocasts: bool) -> bool:
+    """True if autocast now has PyTorch's own norm of this kind give FP32, and the plain module calls that."""
+    return autocasts and _AUTOCAST.get((kind, device), False) and torch.is_autocast_enabled(device)
+
+
 def norm(
     x: Tensor,
     weight: Tensor | None,
@@ -132,10 +137,9 @@ def norm(
     """
     if x.ndim == 0:
         raise ShapeError("norm got a number; allowed: x [..., D]")
-    device = x.device.type
     if autocasts is None:
         autocasts = not (cast_before_weight or weight_offset)
-    in_fp32 = autocasts and _AUTOCAST.get((kind, device), False) and torch.is_autocast_enabled(device)
+    in_fp32 = runs_in_fp32(kind, x.device.type, autocasts)
     dtype = torch.float32 if in_fp32 else result_dtype(x, weight, cast_before_weight)
     rows, granularity, pow2, margin, amax, staging = None, ROWWISE, False, 0, None, None
     wants_columns = False

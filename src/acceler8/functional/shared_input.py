@@ -5,18 +5,22 @@ leaves them on the tensor object itself, the others find them there, and the las
 right for whoever finds them, not by trust in the model's structure: they lie on that tensor, are dropped once PyTorch
 counts a change of it, and are found by everything on which a cast depends.
 
+The operation that made the tensor may leave codes too: a norm, which has the values in registers. It learns from the
+readers which they want (``Producer``) and finds out from their silence that nobody does.
+
 Only results of an operation that autograd recorded carry codes: a leaf or a buffer may live for ever and be edited
 where nothing counts.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from acceler8.kernels import Quantized
+from acceler8.recipes import Operand, Recipe
 from acceler8.scaling import AmaxSlot
 
 _ATTRIBUTE = "_acceler8_codes"
@@ -34,12 +38,32 @@ class Cast(NamedTuple):
     slot: AmaxSlot | None
     records: bool
 
+    @classmethod
+    def of(
+        cls, orientation: str, recipe: Recipe, operand: Operand, slot: AmaxSlot | None, records: bool = True
+    ) -> Cast | None:
+        """The cast of one operand of a GEMM; None if the operand is in high precision."""
+        if operand.format is None:
+            return None
+        scales = operand.granularity.name  # names: comparing granularities field by field is slow
+        return cls(orientation, operand.format.name, scales, recipe.pow2_scales, recipe.margin, slot, records)
+
+
+class Producer(Protocol):
+    """What made a tensor and can make codes of it on the way."""
+
+    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
+        """A layer of this recipe read the result, with this amax state of it; ``needs_dw``: for wgrad too."""
+
 
 class SharedInput:
     """The codes that lie on one tensor, and how many layers have yet to read them."""
 
     def __init__(self, version: int) -> None:
         self.version = version
+        self.producer: Producer | None = None
+        self.column_amax: Tensor | None = None
+        """Bits of the FP32 amax of each column, which row scales of a transposed cast need; None: not known."""
         self.results: dict[int, Tensor] = {}
         """What layers that run as one left for the others, by ``id`` of the layer."""
         self._codes: dict[Cast, Quantized] = {}

@@ -45,25 +45,28 @@ def quantize_triton(
     margin: int,
     amax: Tensor | None = None,
     staging: Tensor | None = None,
+    column_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Launch the kernels: ``[codes, scale_inv]`` of ``rows``, then of ``cols``, as asked.
 
     ``x`` [R, C] is not empty and lies on a device that runs Triton; any strides, more than 2**31 elements
     too. At most 2**31 - 1 tiles. Arguments as in ``quantize``, formats and granularity by name ("" where an orientation
-    is not wanted). Deterministic.
+    is not wanted). ``column_amax`` as there, with row scales and without ``rows``. Deterministic.
     """
     device = x.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return quantize_triton(x, rows, cols, granularity, pow2, margin, amax, staging)
+            return quantize_triton(x, rows, cols, granularity, pow2, margin, amax, staging, column_amax)
     delayed = None if amax is None or staging is None else (alignment(amax), alignment(staging))
-    key = (x.shape, x.stride(), x.dtype, device, alignment(x), rows, cols, granularity, pow2, margin, delayed)
+    columns = None if column_amax is None else alignment(column_amax)
+    key = (x.shape, x.stride(), x.dtype, device, alignment(x), rows, cols, granularity, pow2, margin, delayed, columns)
     plan = _plans.get(
         key,
         lambda: _make_plan(
-            x, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin, amax, staging
+            x, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin, amax, staging,
+            column_amax,
         ),
-    )
+    )  # fmt: skip
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
     stream, at_x = stream_of(device), address(x)
     at_out = [address(t) for t in out]
@@ -73,7 +76,9 @@ def quantize_triton(
     found = kept = at_x  # an address that is not asked for is not read
     known = at_x if amax is None else address(amax.view(torch.int32))
     staged = at_x if staging is None else address(staging.view(torch.int32))
-    if plan.find_amax is not None:
+    if column_amax is not None:
+        found = address(column_amax)
+    elif plan.find_amax is not None:
         found, kept = zeros(plan.amax_count, x, device, stream)
         plan.find_amax(stream, at_x, known, found)
     if not rows:
@@ -94,6 +99,7 @@ def _make_plan(
     margin: int,
     amax: Tensor | None,
     staging: Tensor | None,
+    column_amax: Tensor | None,
 ) -> _Plan:
     row_count, col_count = x.shape
     multiple = granularity.contraction_multiple
@@ -106,9 +112,9 @@ def _make_plan(
         return _Plan(outputs, x.device, None, 0, rows_launch(x, rows, row_width, pow2, margin), True)
     quantize = tiles_launch(
         x, rows, cols, granularity, (row_width, col_width), pow2, margin, amax, staging,
-        cols_at=row_count if granularity is ROWWISE and rows is not None else 0,
+        cols_at=row_count if granularity is ROWWISE and rows is not None else 0, found=column_amax,
     )  # fmt: skip
-    if granularity.is_blockwise:
+    if granularity.is_blockwise or column_amax is not None:
         return _Plan(outputs, x.device, None, 0, quantize, False)
     if granularity is ROWWISE:
         count = row_count * (rows is not None) + col_count * (cols is not None)
@@ -131,6 +137,7 @@ def tiles_launch(
     cols_at: int,
     row_offset: int = 0,
     col_stop: int | None = None,
+    found: Tensor | None = None,
 ) -> Launch:
     """The kernel that casts tensors like ``x``: called with ``x``, amaxes found (of columns from ``cols_at`` on), known
     amax, staging, codes and scales of rows, codes and scales of columns.
@@ -144,18 +151,17 @@ def tiles_launch(
     assert cols_fmt is not None
     stop = widths[1] if col_stop is None else col_stop
     tile = _BLOCK_TILE if granularity.is_blockwise else _TILE
-    known, staged = as_bits(amax), as_bits(staging)
+    bits = [torch.int32 if t is None else t for t in (found, as_bits(amax), as_bits(staging))]
     return Launch(
         quantize_tiles_kernel,
         _triton.tiles(max(row_count, stop - row_offset), col_count, tile),
         (
-            x, torch.int32, torch.int32 if known is None else known, torch.int32 if staged is None else staged,
-            torch.uint8, torch.float32, torch.uint8, torch.float32,
+            x, *bits, torch.uint8, torch.float32, torch.uint8, torch.float32,
         ),
         (
             row_count, col_count, *x.stride(), row_offset, cols_at, *widths, stop, rows is not None, cols is not None,
             fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin,
-            granularity.rows, granularity.cols, known is not None, _triton.has_fp8_conversion(x.device), tile,
+            granularity.rows, granularity.cols, amax is not None, _triton.has_fp8_conversion(x.device), tile,
         ),
         _WARPS,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from acceler8.kernels.operand import Quantized
 from acceler8.kernels.statistics import PACKED, pack_ref
 from acceler8.scaling import (
     GRANULARITIES,
+    ROWWISE,
     TENSORWISE,
     Granularity,
     compute_scale,
@@ -203,6 +204,7 @@ def quantize(
     amax: Tensor | None = None,
     staging: Tensor | None = None,
     statistics: bool = False,
+    column_amax: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Tensor | None]:
     """Quantise ``x`` as it lies (``rows``), transposed (``cols``), or both from one read.
 
@@ -212,7 +214,8 @@ def quantize(
     Scales: current scaling from ``x`` itself. With ``amax`` [1] FP32 (tensorwise only) delayed scaling: that
         amax if it is above zero and finite, else the tensor's own; ``staging`` [1] FP32 is then maxed in place
         with the tensor's amax. ``pow2`` rounds scales down to powers of two (MX scales always are, rounded up);
-        ``margin`` leaves powers of two of headroom.
+        ``margin`` leaves powers of two of headroom. ``column_amax`` [C] int32, the bits of the FP32 amax of each
+        column, as whoever made ``x`` found it, saves the search for it where ``cols`` alone is asked with row scales.
     Numerics: round to nearest even, saturating; same codes on CPU and GPU. NaN and inf become NaN codes; a
         group that holds one has scale 1. All-zero groups give zeros. R or C may be 0. Statistics are those of
         ``rows`` if that is asked, else of ``cols``; their counts are exact, their sums FP64.
@@ -234,7 +237,8 @@ def quantize(
         amax, staging = _check_delayed(amax, staging, granularity)
     out: list[Tensor]
     if not statistics and may_go_direct(x) and _triton.runs_on(x) and x.numel():
-        out = quantize_triton(x, *names, granularity.name, pow2, margin, amax, staging)
+        known_columns = column_amax if rows is None and granularity is ROWWISE else None
+        out = quantize_triton(x, *names, granularity.name, pow2, margin, amax, staging, known_columns)
     elif amax is not None and staging is not None:
         return _quantize_delayed(x, amax, staging, names, granularity, pow2, margin, statistics)
     else:

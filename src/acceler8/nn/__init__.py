@@ -22,23 +22,30 @@ from acceler8.nn.model_state import (
     load_fp8_state_dict,
     state_of,
 )
+from acceler8.nn.norm import FusedNorm, NormKind, NormState, fuse_norm, fused_norms, unfuse_norm
 
 __all__ = [
     "Fp8Linear",
     "FusedGatedMLP",
+    "FusedNorm",
     "GatedMLPState",
     "LayerState",
     "LinearGroup",
     "ModelState",
+    "NormKind",
+    "NormState",
     "find_state",
     "find_states",
     "fp8_layers",
     "fp8_state_dict",
     "fuse",
+    "fuse_norm",
     "fused_mlps",
+    "fused_norms",
     "load_fp8_state_dict",
     "run_as_one",
     "run_one_by_one",
     "state_of",
     "unfuse",
+    "unfuse_norm",
 ]

@@ -4,8 +4,14 @@ be called as it is.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import nn
 from torch.nn.modules import module as torch_module
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_PLAIN = (int, float, str, bool, type(None))
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
@@ -32,6 +38,45 @@ def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) ->
         return
     bases = tuple(new if base is old else base for base in cls.__bases__)
     module.__class__ = type(cls.__name__.replace(old.__name__, new.__name__), bases, dict(cls.__dict__))
+
+
+class AuthorsClass:
+    """Classes with a mixin in front of an author's, the same one for the same author's each time."""
+
+    def __init__(self, mixin: type[nn.Module]) -> None:
+        self._mixin = mixin
+        self._made: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def of(self, author: type[nn.Module]) -> type[nn.Module]:
+        """The class for modules of the author's class."""
+        made = self._made.get(author)
+        if made is None:
+            bases = (self._mixin, author)
+            made = self._made[author] = type(f"Fp8{author.__name__}", bases, {"__module__": author.__module__})
+        return made
+
+    def rebuild(self, author: type[nn.Module]) -> nn.Module:
+        """A module without state, for copying and unpickling."""
+        made = self.of(author)
+        return made.__new__(made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled is a reference to the one that the mixin's module holds."""
+        return _classes_of, (self._mixin,)
+
+
+def _classes_of(mixin: type[nn.Module]) -> AuthorsClass:
+    found: AuthorsClass = sys.modules[mixin.__module__]._classes
+    return found
+
+
+def what_changed(module: nn.Module, was: dict[str, Any]) -> str | None:
+    """The first of the attributes and children in ``was`` that is another object now, or another number or word."""
+    for name, before in was.items():
+        now = module._modules[name] if name in module._modules else module.__dict__.get(name)
+        if now is not before and (type(before) not in _PLAIN or now != before):
+            return name
+    return None
 
 
 def is_to_be_called(module: nn.Module) -> str | None:

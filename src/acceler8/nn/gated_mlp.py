@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from acceler8.functional.gated_mlp import gated_mlp
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.nn.class_change import is_to_be_called, swap_class
+from acceler8.nn.class_change import OF_EVERY_MODULE, AuthorsClass, is_to_be_called, swap_class, what_changed
 from acceler8.nn.linear import Fp8Linear
 
 _STATE = "_acceler8_fusion"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (int, float, str, bool, type(None))
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 @dataclass
@@ -86,10 +84,8 @@ class FusedGatedMLP(nn.Module):
                 return None, f"{name} is a {type(layer).__name__}"
             if layer.training is not self.training:
                 return None, f"{name} is not in the module's mode"
-        for name, was in state.others.items():
-            now = children[name] if name in children else self.__dict__.get(name)
-            if now is not was and (type(was) not in _PLAIN or now != was):
-                return None, f"{name} is not what it was at conversion"
+        if changed := what_changed(self, state.others):
+            return None, f"{changed} is not what it was at conversion"
         for name, child in children.items():
             if child is not None and (why := is_to_be_called(child)):
                 return None, f"{name} {why}"
@@ -123,24 +119,15 @@ class FusedGatedMLP(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._acceler8_fusion.author,), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _classes.rebuild, (self._acceler8_fusion.author,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-_classes: dict[type[nn.Module], type[FusedGatedMLP]] = {}
+_classes = AuthorsClass(FusedGatedMLP)
 
 
-def fused_class(author: type[nn.Module]) -> type[FusedGatedMLP]:
+def fused_class(author: type[nn.Module]) -> type[nn.Module]:
     """The class of fused modules of the author's class, the same one each time."""
-    made = _classes.get(author)
-    if made is None:
-        made = type(f"Fp8{author.__name__}", (FusedGatedMLP, author), {"__module__": author.__module__})
-        _classes[author] = made
-    return made
-
-
-def _rebuild(author: type[nn.Module]) -> FusedGatedMLP:
-    cls = fused_class(author)
-    return cls.__new__(cls)
+    return _classes.of(author)
 
 
 def run_as_one(
@@ -189,7 +176,7 @@ def fuse(module: nn.Module, state: GatedMLPState) -> None:
     """Change the class of a module whose parts are FP8 layers."""
     state.argument = next(iter(inspect.signature(module.forward).parameters), "")
     children = {name: child for name, child in module._modules.items() if name not in state.layers}
-    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE}
     state.others = {**attributes, **children}
     module.__dict__[_STATE] = state
     swap_class(module, state.author, fused_class(state.author))
