@@ -24,6 +24,7 @@ from acceler8.nn import (
     LayerState,
     LinearGroup,
     ModelState,
+    NormKind,
     NormState,
     fuse,
     fuse_norm,
@@ -32,7 +33,7 @@ from acceler8.nn import (
 )
 from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
-from acceler8.scaling import AmaxState, Schedule
+from acceler8.scaling import AmaxState
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROLES = ("x", "w", "dy")
@@ -123,8 +124,7 @@ class NativeBackend:
                 state.codes.append(mlp.codes)
                 fuse(module, mlp)
             if fusion.norm is not None:
-                schedules = _schedules_beside(fusion.name, state.schedules)
-                fuse_norm(module, NormState(fusion.name, fusion.norm, plain_type(module), schedules))
+                fuse_norm(module, _norm_state(fusion.name, fusion.norm, plain_type(module), made))
 
     def restore_layers(self, model: nn.Module) -> None:
         """Set each class back and drop the state."""
@@ -138,11 +138,19 @@ class NativeBackend:
                 unfuse_norm(module)
 
 
-def _schedules_beside(norm: str, schedules: dict[str, Schedule]) -> list[Schedule]:
-    """Those of the layers in the module that holds the norm, and in what that holds, each once."""
+def _norm_state(name: str, kind: NormKind, author: type[nn.Module], layers: dict[str, LayerState]) -> NormState:
+    """A norm follows the layers beside it: their schedules, and what they keep for backward."""
+    beside = _layers_beside(name, layers)
+    schedules = list({id(s): s for layer in beside if (s := layer.schedule) is not None}.values())
+    compressed = any(layer.recipe.save_for_backward == "fp8_compressed" for layer in beside)
+    return NormState(name, kind, author, schedules, compressed)
+
+
+def _layers_beside(norm: str, layers: dict[str, LayerState]) -> list[LayerState]:
+    """Those in the module that holds the norm, and in what that holds; if there are none, all."""
     parent = norm.rpartition(".")[0]
-    beside = [schedule for name, schedule in schedules.items() if not parent or name.startswith(f"{parent}.")]
-    return list({id(schedule): schedule for schedule in beside or schedules.values()}.values())
+    beside = [layer for name, layer in layers.items() if not parent or name.startswith(f"{parent}.")]
+    return beside or list(layers.values())
 
 
 def _is_dense(weight: torch.Tensor) -> bool:

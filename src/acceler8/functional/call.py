@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acceler8.errors import DoubleBackwardError
 from acceler8.formats import Format
+from acceler8.functional.kept_input import Kept, KeptCodes, KeptInput
 from acceler8.functional.shared_input import Cast, SharedInput
 from acceler8.functional.weight_codes import WeightCodes
 from acceler8.kernels import Quantized, multiply, quantize, quantize_concatenated
@@ -43,6 +44,24 @@ class Call(NamedTuple):
     needs_dw: bool
     w_dtype: torch.dtype
     shared: SharedInput | None = None
+
+    def keep_input(self, x: Tensor) -> tuple[Quantized | None, Kept | None]:
+        """``(rows, kept)``: codes of ``x`` for fprop, and what stays of it for a wgrad that reads codes.
+
+        Where the recipe has ``x`` itself saved, or made again from what a norm saved, no codes for wgrad are made yet.
+        """
+        recipe, shared = self.recipe, self.shared
+        flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        if self.needs_dw and recipe.wgrad.is_fp8:
+            kept: Kept | None = None
+            if recipe.save_for_backward == "bf16":
+                kept = KeptInput(x)
+            elif recipe.save_for_backward == "fp8_compressed" and shared is not None:
+                kept = shared.source
+            if kept is not None:
+                return self._replace(needs_dw=False).cast_input(flat)[0], kept
+        rows, codes = self.cast_input(flat)
+        return rows, None if codes is None else KeptCodes(codes, recipe.wgrad.b.granularity)
 
     def cast_input(self, x: Tensor) -> tuple[Quantized | None, Quantized | None]:
         """Codes of ``x`` for fprop and for wgrad; those that another reader of ``x`` made, if there are any."""

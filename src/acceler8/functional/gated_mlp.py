@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from acceler8.functional.call import PLAIN, Call, LinearSlots, once_only
+from acceler8.functional.kept_input import compress, expand
 from acceler8.functional.linears import rows_of
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
@@ -46,19 +47,25 @@ class _GatedMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, activation: str, wide: Call, narrow: Call
     ) -> Tensor:
         recipe, fprop = wide.recipe, wide.recipe.fprop
-        rows, kept = wide.cast_input(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
+        rows, kept = wide.keep_input(x)
         gate_up = wide.multiply(fprop, rows, wide.weight(_both(gate, up), "rows", fprop.b))
         del rows
         act, _, _ = _activate(gate_up, activation, fprop.a, PLAIN, narrow)
         y = narrow.multiply(fprop, act, narrow.weight(down, "rows", fprop.b))
-        codes, scale_inv = (None, None) if kept is None else (kept.codes, kept.scale_inv)
         needs_d_act = wide.needs_dx or wide.needs_dw
+        saved: tuple[Tensor | None, Tensor | None] = None, None
+        if needs_d_act or narrow.needs_dw:
+            saved = gate_up, None
+            if recipe.save_for_backward == "fp8_compressed":
+                saved = compress(gate_up)[:2]
         ctx.save_for_backward(
-            codes, scale_inv, gate_up if needs_d_act or narrow.needs_dw else None,
-            gate if wide.needs_dx else None, up if wide.needs_dx else None, down if needs_d_act else None,
+            *saved, gate if wide.needs_dx else None, up if wide.needs_dx else None, down if needs_d_act else None,
+            *(() if kept is None else kept.tensors()),
         )  # fmt: skip
+        ctx.kept = None if kept is None else kept.without_tensors()
+        ctx.of_gate_up = gate_up.shape[1], gate_up.dtype
         ctx.is_one = up is None
-        ctx.activation, ctx.granularity = activation, recipe.wgrad.b.granularity
+        ctx.activation = activation
         ctx.wide, ctx.narrow = wide._replace(shared=None), narrow
         ctx.x_dtype, ctx.x_shape = x.dtype, x.shape
         return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))
@@ -66,12 +73,14 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        codes, scale_inv, gate_up, gate, up, down = ctx.saved_tensors
+        gate_up, of_codes, gate, up, down, *tensors = ctx.saved_tensors
         wide: Call = ctx.wide
         narrow: Call = ctx.narrow
         dgrad, wgrad = wide.recipe.dgrad, wide.recipe.wgrad
         dx = dgate = dup = ddown = None
         with torch.no_grad():
+            if of_codes is not None:
+                gate_up = expand(gate_up, of_codes, *ctx.of_gate_up)
             dy = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
             dy_rows, dy_kept = narrow.cast(
                 "dy", dy, dgrad.a if down is not None else PLAIN, wgrad.a if narrow.needs_dw else PLAIN
@@ -92,8 +101,8 @@ class _GatedMLP(torch.autograd.Function):
                 dx = dx.view(ctx.x_shape)
             if wide.needs_dw:
                 assert d_kept is not None
-                x_kept = Quantized(codes, scale_inv, ctx.granularity)
-                parts = (d_kept,) if ctx.is_one else rows_of(d_kept, [gate_up.shape[1] // 2] * 2)
+                x_kept = ctx.kept.codes(tuple(tensors), wide)
+                parts = (d_kept,) if ctx.is_one else rows_of(d_kept, [ctx.of_gate_up[0] // 2] * 2)
                 dgate, dup, *_ = *(_as(wide.multiply(wgrad, part, x_kept), wide.w_dtype) for part in parts), None
         return *once_only(dx, dgate, dup, ddown), None, None, None
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from acceler8.functional.kept_input import Kept
 from acceler8.kernels import Quantized
 
 
@@ -14,7 +15,9 @@ class InputCodes(NamedTuple):
 
     rows: codes of x as it lies, bit for bit those of ``quantize``; None: the layer casts x itself. column_amax [K]
     int32: bits of the FP32 amax of each column of x, which row scales of its transposed cast need; None: not known.
+    source: what is kept of the operation that made x, and makes x again; None: nothing.
     """
 
     rows: Quantized | None
     column_amax: Tensor | None
+    source: Kept | None = None

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from acceler8.errors import DtypeError, ShapeError
 from acceler8.functional.call import PLAIN, Call, LinearSlots, Observer, once_only
+from acceler8.functional.kept_input import Kept, KeptInput, Tensors
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
 from acceler8.kernels import Quantized
@@ -29,20 +30,21 @@ from acceler8.recipes import Recipe
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Quantized | None]:
-    """``(y, x_kept)``: the result, and the codes that wgrad will read of ``x``, if it reads codes."""
+def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Kept | None]:
+    """``(y, kept)``: the result [M, N], and what is kept of ``x`` for a wgrad that reads codes."""
     fprop = call.recipe.fprop
-    x_rows, x_kept = call.cast_input(x)
+    x_rows, kept = call.keep_input(x)
     w_rows = call.weight(w, "rows", fprop.b)
     if fprop.is_fp8:
-        return call.multiply(fprop, x_rows, w_rows, bias), x_kept
-    return _matmul(_values(x, x_rows), _values(w, w_rows), call.out_dtype, bias), x_kept
+        return call.multiply(fprop, x_rows, w_rows, bias), kept
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return _matmul(_values(flat, x_rows), _values(w, w_rows), call.out_dtype, bias), kept
 
 
 def _backward(
-    dy: Tensor, x: Tensor | None, x_kept: Quantized | None, w: Tensor | None, in_features: int, call: Call
+    dy: Tensor, kept: Kept | None, tensors: Tensors, w: Tensor | None, in_features: int, call: Call
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dw)``, None where nobody needs it. ``x`` or ``x_kept`` is what wgrad reads, ``w`` what dgrad reads."""
+    """``(dx, dw)``, None where nobody needs it. ``kept`` is what wgrad reads, ``w`` what dgrad reads."""
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     dy_rows, dy_kept = call.cast("dy", dy, dgrad.a if call.needs_dx else PLAIN, wgrad.a if call.needs_dw else PLAIN)
     dx = dw = None
@@ -53,12 +55,13 @@ def _backward(
             w_rows = call.weight(w, "rows", dgrad.b)
             dx = _matmul(_values(dy, dy_rows), _values(w, w_rows).t(), call.out_dtype)
     if call.needs_dw:
+        assert kept is not None
         if wgrad.is_fp8:
-            dw = call.multiply(wgrad, dy_kept, x_kept)
+            dw = call.multiply(wgrad, dy_kept, kept.codes(tensors, call))
         else:
-            x_hp = x if x_kept is None else x_kept.dequantize(in_features)
-            assert x_hp is not None
-            dw = _matmul(_values(dy, dy_kept).t(), x_hp.t(), call.out_dtype)
+            (x,) = tensors if isinstance(kept, KeptInput) else (kept.codes(tensors, call).dequantize(in_features),)
+            assert x is not None
+            dw = _matmul(_values(dy, dy_kept).t(), x.reshape(-1, in_features).t(), call.out_dtype)
     return dx, dw
 
 
@@ -78,10 +81,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        y, x_kept = _fprop(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), w, bias, call)
-        codes, scale_inv = (None, None) if x_kept is None else (x_kept.codes, x_kept.scale_inv)
-        x_hp = x if call.needs_dw and x_kept is None else None
-        ctx.save_for_backward(x_hp, codes, scale_inv, w if call.needs_dx else None)
+        y, kept = _fprop(x, w, bias, call)
+        if call.needs_dw and kept is None:
+            kept = KeptInput(x)
+        ctx.save_for_backward(w if call.needs_dx else None, *(() if kept is None else kept.tensors()))
+        ctx.kept = None if kept is None else kept.without_tensors()
         # not what is shared: fprop's codes of x are the last reader's to free, not backward's
         ctx.call = call if call.shared is None else call._replace(shared=None)
         ctx.x_dtype, ctx.x_shape = x.dtype, x.shape
@@ -92,14 +96,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x, codes, scale_inv, w = ctx.saved_tensors
+        w, *tensors = ctx.saved_tensors
         call: Call = ctx.call
-        x_kept = None if codes is None else Quantized(codes, scale_inv, call.recipe.wgrad.b.granularity)
         with torch.no_grad():
             if dy.ndim != 2:
                 dy = dy.reshape(-1, dy.shape[-1])
-                x = None if x is None else x.reshape(-1, x.shape[-1])
-            dx, dw = _backward(dy, x, x_kept, w, ctx.x_shape[-1], call)
+            dx, dw = _backward(dy, ctx.kept, tuple(tensors), w, ctx.x_shape[-1], call)
             if dx is not None:
                 dx = (dx if dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype)).view(ctx.x_shape)
             if dw is not None and dw.dtype is not call.w_dtype:

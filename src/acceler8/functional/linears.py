@@ -53,15 +53,17 @@ class _Linears(torch.autograd.Function):
         weights: tuple[Any, ...] = parameters[:count]
         biases = parameters[count:]
         fprop = call.recipe.fprop
-        rows, kept = call.cast_input(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
+        rows, kept = call.keep_input(x)
         widths = [w.shape[0] for w in weights]
         w_rows = call.weight(weights, "rows", fprop.b)
         assert w_rows is not None
         ys = [
             call.multiply(fprop, rows, part, bias) for part, bias in zip(rows_of(w_rows, widths), biases, strict=True)
         ]
-        codes, scale_inv = (None, None) if kept is None else (kept.codes, kept.scale_inv)
-        ctx.save_for_backward(codes, scale_inv, *(weights if call.needs_dx else [None] * count))
+        ctx.save_for_backward(
+            *(weights if call.needs_dx else [None] * count), *(() if kept is None else kept.tensors())
+        )
+        ctx.kept = None if kept is None else kept.without_tensors()
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs_dw, ctx.widths = call._replace(shared=None), needs_dw, widths
         ctx.x_dtype, ctx.x_shape = x.dtype, x.shape
@@ -73,9 +75,10 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        codes, scale_inv, *weights = ctx.saved_tensors
         call: Call = ctx.call
-        count = len(weights)
+        count = len(ctx.widths)
+        saved = ctx.saved_tensors
+        weights, tensors = saved[:count], saved[count:]
         dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
         dx = None
         dws: list[Tensor | None] = [None] * count
@@ -102,7 +105,7 @@ class _Linears(torch.autograd.Function):
                     dx = call.multiply(dgrad, d_rows, w_cols)
                     dx = (dx if dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype)).view(ctx.x_shape)
                 if d_kept is not None:
-                    x_kept = Quantized(codes, scale_inv, wgrad.b.granularity)
+                    x_kept = ctx.kept.codes(tensors, call)
                     for i, part in zip(called, rows_of(d_kept, [ctx.widths[i] for i in called]), strict=True):
                         if ctx.needs_dw[i]:
                             dw, dtype = call.multiply(wgrad, part, x_kept), ctx.dtypes[i]

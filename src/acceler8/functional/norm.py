@@ -16,8 +16,9 @@ from torch import Tensor
 
 from acceler8.errors import ShapeError
 from acceler8.formats import Format
-from acceler8.functional.call import once_only
+from acceler8.functional.call import Call, once_only
 from acceler8.functional.input_codes import InputCodes
+from acceler8.functional.kept_input import Tensors, cast_for_wgrad, compress, expand
 from acceler8.kernels import Quantized, norm_backward, norm_forward
 from acceler8.kernels.norm import Kind, result_dtype
 from acceler8.recipes import Recipe
@@ -45,6 +46,38 @@ class _Call(NamedTuple):
     pow2: bool
     margin: int
     column_amax: bool
+    compressed: bool
+
+
+class NormInput(NamedTuple):
+    """The input of a norm in FP8, as what a layer keeps that reads the result."""
+
+    saved: Tensors
+    """Codes and scales of the input, weight, bias."""
+    call: _Call
+    width: int
+    dtype: torch.dtype
+
+    def tensors(self) -> Tensors:
+        """Codes and scales, which the norm saves as well, and its parameters."""
+        return self.saved
+
+    def codes(self, tensors: Tensors, call: Call) -> Quantized:
+        """The result made again, and cast."""
+        codes, scale_inv, weight, bias = tensors
+        assert codes is not None
+        assert scale_inv is not None
+        c, wgrad = self.call, call.recipe.wgrad.b
+        made = norm_forward(
+            expand(codes, scale_inv, self.width, self.dtype), weight, bias, c.eps, kind=c.kind,
+            weight_offset=c.weight_offset, cast_before_weight=c.cast_before_weight, dtype=c.dtype,
+            column_amax=wgrad.granularity is ROWWISE,
+        )  # fmt: skip
+        return cast_for_wgrad(made.y, call, made.column_amax)
+
+    def without_tensors(self) -> NormInput:
+        """What is no tensor."""
+        return self._replace(saved=())
 
 
 class _Norm(torch.autograd.Function):
@@ -61,32 +94,37 @@ class _Norm(torch.autograd.Function):
         call: _Call,
     ) -> tuple[Tensor | None, ...]:
         flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        eps, kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, column_amax = call
+        eps, kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, column_amax, _ = call
         made = norm_forward(
             flat, weight, bias, eps, kind=kind, weight_offset=weight_offset, cast_before_weight=cast_before_weight,
             dtype=dtype, rows=rows, granularity=granularity, pow2=pow2, margin=margin, column_amax=column_amax,
             amax=amax, staging=staging,
         )  # fmt: skip
         ctx.set_materialize_grads(False)  # codes get no gradient, nor zeros in its place
-        ctx.save_for_backward(x, weight, made.inverse_std, made.mean)
+        small = compress(flat) if call.compressed else None
+        x_codes, x_inv = (None, None) if small is None else (small.codes, small.scale_inv)
+        ctx.save_for_backward(x if small is None else None, x_codes, x_inv, weight, made.inverse_std, made.mean)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         # as F.linear does: not a view to autograd, so that it may be changed in place
         y = made.y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(made.y, x.shape)
         codes, scale_inv = (None, None) if made.rows is None else (made.rows.codes, made.rows.scale_inv)
-        ctx.mark_non_differentiable(*(t for t in (codes, scale_inv, made.column_amax) if t is not None))
-        return y, codes, scale_inv, made.column_amax
+        beside = codes, scale_inv, made.column_amax, x_codes, x_inv
+        ctx.mark_non_differentiable(*(t for t in beside if t is not None))
+        return y, *beside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         if dy is None:
             return None, None, None, None, None, None
-        x, weight, inverse_std, mean = ctx.saved_tensors
+        x, x_codes, x_inv, weight, inverse_std, mean = ctx.saved_tensors
         call: _Call = ctx.call
         with torch.no_grad():
-            shape = x.shape
-            if x.ndim != 2:
-                x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, shape[-1])
+            shape = ctx.x_shape
+            if x is None:
+                x = expand(x_codes, x_inv, shape[-1], ctx.x_dtype)
+            x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, shape[-1])
             dx: Tensor | None
             dx, dweight, dbias = norm_backward(
                 dy, x, weight, inverse_std, mean, weight_offset=call.weight_offset,
@@ -120,6 +158,7 @@ def norm(
     records: bool = True,
     column_amax: bool = True,
     autocasts: bool | None = None,
+    compressed: bool = False,
 ) -> tuple[Tensor, InputCodes | None]:
     """``(y, codes)``: x normalised along its last dimension, and the codes that ``recipe`` wants of it.
 
@@ -130,6 +169,8 @@ def norm(
         no trace in it. ``column_amax`` False leaves out the amax of columns, else found where gradients are on and
         the recipe's wgrad takes row scales.
     ``autocasts``: the plain module calls PyTorch's own rms_norm or layer_norm, which autocast on CUDA runs in FP32;
+        ``compressed``: what is kept of x for backward is FP8 with a scale for 128 elements, and ``codes.source`` makes
+        y again from it.
         None: it does unless it rounds before the weight or adds an offset. Elsewhere y has the dtype of x, or that to
         which x and weight promote if it rounds before the weight.
     Gradients come in the dtypes of their tensors; weight and bias sum in FP32.
@@ -154,13 +195,20 @@ def norm(
                     f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
                 )
             amax, staging = slot.in_use, slot.staging if records else slot.staging.clone()
+    compressed = compressed and torch.is_grad_enabled()
     call = _Call(
-        float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns
-    )
-    y, codes, scale_inv, columns = _Norm.apply(x, weight, bias, amax, staging, call)  # type: ignore[no-untyped-call]
-    if codes is None and columns is None:
+        float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns,
+        compressed,
+    )  # fmt: skip
+    made = _Norm.apply(x, weight, bias, amax, staging, call)  # type: ignore[no-untyped-call]
+    y, codes, scale_inv, columns, x_codes, x_inv = made
+    if codes is None and columns is None and x_codes is None:
         return y, None
-    return y, InputCodes(None if codes is None else Quantized(codes, scale_inv, granularity), columns)
+    as_rows = None if codes is None else Quantized(codes, scale_inv, granularity)
+    source = None
+    if x_codes is not None:
+        source = NormInput((x_codes, x_inv, weight, bias), call, x.shape[-1], x.dtype)
+    return y, InputCodes(as_rows, columns, source)
 
 
 __all__ = ["norm"]

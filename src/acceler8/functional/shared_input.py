@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from acceler8.functional.kept_input import Kept
 from acceler8.kernels import Quantized
 from acceler8.recipes import Operand, Recipe
 from acceler8.scaling import AmaxSlot
@@ -64,6 +65,8 @@ class SharedInput:
         self.producer: Producer | None = None
         self.column_amax: Tensor | None = None
         """Bits of the FP32 amax of each column, which row scales of a transposed cast need; None: not known."""
+        self.source: Kept | None = None
+        """What the producer keeps anyway and from which the tensor can be made again; None: nothing."""
         self.results: dict[int, Tensor] = {}
         """What layers that run as one left for the others, by ``id`` of the layer."""
         self._codes: dict[Cast, Quantized] = {}

@@ -48,6 +48,8 @@ class NormState:
     """The class that the module had."""
     schedules: list[Schedule] = field(default_factory=list)
     """Of the FP8 layers beside it; none: FP8 in every step. If all of them are off, the author's forward runs."""
+    compressed: bool = False
+    """What is kept of the input for backward is FP8: the layers beside it want that."""
     others: dict[str, Any] = field(default_factory=dict)
     """The attributes at conversion: with others it is another norm."""
     why_not: str | None = None
@@ -131,10 +133,13 @@ def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
         recipe=recipe,
         slot=state.slot,
         column_amax=state.needs_dw,
+        compressed=state.compressed,
     )
     shared = shared_input(y)
     if shared is not None:
         shared.producer = state
+        if codes is not None:
+            shared.source = codes.source
         if recipe is not None and codes is not None:
             shared.column_amax = codes.column_amax
             cast_of_y = Cast.of("rows", recipe, recipe.fprop.a, state.slot)

@@ -33,6 +33,7 @@ from acceler8.scaling import (
 
 Role = Literal["x", "w", "dy"]
 _GEMM_ROLES: dict[str, tuple[Role, Role]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
 _GRANULARITY_PAIRS = {
     "x": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
     "dy": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
@@ -117,12 +118,22 @@ class Recipe:
     """Round scales down to powers of two."""
     eval: Literal["high_precision", "fp8"] = "high_precision"
     """What a layer in eval() mode computes in."""
+    save_for_backward: Literal["fp8", "fp8_compressed", "bf16"] = "fp8"
+    """What stays between forward and backward: ``fp8``, the codes that wgrad multiplies; ``fp8_compressed``, also the
+    inputs of gated activations and of norms in FP8, with a scale for 128 elements of a row, and what follows them made
+    again; ``bf16``, inputs as they are, cast in backward."""
     skip: tuple[str, ...] = ()
     """Layers that stay in high precision: a name, a dotted prefix or suffix of one, or a glob (``layers.0.*``)."""
 
     def __post_init__(self) -> None:
         if self.eval not in ("high_precision", "fp8"):
             raise RecipeError(unknown_name("eval policy", self.eval, ("high_precision", "fp8")))
+        if self.save_for_backward not in SAVE_POLICIES:
+            raise RecipeError(unknown_name("save_for_backward", self.save_for_backward, SAVE_POLICIES))
+        if self.save_for_backward == "bf16" and self.wgrad.b.is_fp8 and not self.wgrad.is_fp8:
+            raise RecipeError(
+                "save_for_backward='bf16' got a wgrad that reads x from FP8; allowed: fp8, fp8_compressed"
+            )
         if not isinstance(self.pow2_scales, bool):
             raise RecipeError(f"pow2_scales={self.pow2_scales!r}; allowed: True, False")
         if isinstance(self.skip, str):
@@ -226,7 +237,8 @@ class Recipe:
                 for side, o in (("a", gemm.a), ("b", gemm.b))
             } | {"fast_accum": gemm.fast_accum}
         scaling = {"time": "delayed", **dataclasses.asdict(self.scaling)} if self.is_delayed else {"time": "current"}
-        rest = {"pow2_scales": self.pow2_scales, "eval": self.eval, "skip": list(self.skip)}
+        rest: dict[str, Any] = {"pow2_scales": self.pow2_scales, "eval": self.eval, "skip": list(self.skip)}
+        rest["save_for_backward"] = self.save_for_backward
         return {"name": self.name, **gemms, "scaling": scaling, **rest}
 
     @classmethod

@@ -107,7 +107,7 @@ def get(name: str = DEFAULT, *, formats: str | None = None, **fields: Any) -> Re
 
     ``formats`` is ``E4M3``, ``HYBRID`` (E4M3 forward, E5M2 gradients) or ``E5M2`` (x and dy in E5M2, w in
     E4M3); default HYBRID for tensorwise and delayed, E4M3 for the rest. ``fields`` are fields of Recipe
-    (``eval``, ``skip``, ``pow2_scales``) and, for ``delayed``, of DelayedScaling.
+    (``eval``, ``skip``, ``pow2_scales``, ``save_for_backward``) and, for ``delayed``, of DelayedScaling.
     Raises: RecipeError for an unknown name, format policy or field; the message names the nearest valid one.
     """
     if name not in _RECIPES:
@@ -116,7 +116,8 @@ def get(name: str = DEFAULT, *, formats: str | None = None, **fields: Any) -> Re
     policy = policy if formats is None else str(formats).upper()
     if policy not in FORMAT_POLICIES:
         raise RecipeError(unknown_name("formats", formats, FORMAT_POLICIES))
-    allowed = ["eval", "skip", "pow2_scales"] + (list(DelayedScaling.__dataclass_fields__) if name == "delayed" else [])
+    allowed = ["eval", "skip", "pow2_scales", "save_for_backward"]
+    allowed += list(DelayedScaling.__dataclass_fields__) if name == "delayed" else []
     for key in fields:
         if key not in allowed:
             raise RecipeError(unknown_name(f"field of recipe {name!r}", key, allowed))

@@ -1,0 +1,104 @@
+"""What a linear layer keeps of its input for wgrad, by the recipe's ``save_for_backward``.
+
+    fp8             the codes that wgrad multiplies
+    fp8_compressed  behind a norm, what the norm keeps itself: its input in FP8, from which its result is made again and
+                    cast; elsewhere the codes
+    bf16            the input as it is, cast in backward
+
+Each is a few tensors for ``save_for_backward`` and a way from them to the codes.
+
+Source: Xi et al. 2024, arXiv:2410.19313 (COAT), for keeping the input of a norm in FP8 and recomputing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from acceler8.formats import E4M3
+from acceler8.kernels import Quantized, dequantize, quantize
+from acceler8.scaling import BLOCK_1x128, Granularity
+
+if TYPE_CHECKING:
+    from acceler8.functional.call import Call
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Kept(Protocol):
+    """What stands for an input until backward."""
+
+    def tensors(self) -> Tensors:
+        """What autograd saves."""
+
+    def codes(self, tensors: Tensors, call: Call) -> Quantized:
+        """The codes for wgrad, from what autograd saved; holds no tensor by itself."""
+
+    def without_tensors(self) -> Kept:
+        """What may stay on the context: a tensor there would live until the graph does."""
+
+
+class KeptCodes(NamedTuple):
+    """The codes themselves."""
+
+    quantized: Quantized | None
+    granularity: Granularity
+
+    def tensors(self) -> Tensors:
+        """Codes and scales."""
+        return (None, None) if self.quantized is None else (self.quantized.codes, self.quantized.scale_inv)
+
+    def codes(self, tensors: Tensors, call: Call) -> Quantized:
+        """As they were saved."""
+        codes, scale_inv = tensors
+        assert codes is not None
+        assert scale_inv is not None
+        return Quantized(codes, scale_inv, self.granularity)
+
+    def without_tensors(self) -> KeptCodes:
+        """Their granularity."""
+        return KeptCodes(None, self.granularity)
+
+
+class KeptInput(NamedTuple):
+    """The input as it is."""
+
+    x: Tensor | None
+
+    def tensors(self) -> Tensors:
+        """The input."""
+        return (self.x,)
+
+    def codes(self, tensors: Tensors, call: Call) -> Quantized:
+        """Cast now, as forward would have."""
+        (x,) = tensors
+        assert x is not None
+        return cast_for_wgrad(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), call)
+
+    def without_tensors(self) -> KeptInput:
+        """Nothing."""
+        return KeptInput(None)
+
+
+def cast_for_wgrad(x: Tensor, call: Call, column_amax: Tensor | None = None) -> Quantized:
+    """Codes of ``x`` [M, K] as wgrad reads them. Leaves no trace in amax histories: forward did."""
+    if call.slots is not None:
+        call = call._replace(slots=call.slots._replace(records=False))
+    wgrad = call.recipe.wgrad.b
+    _, made = call.quantize("x", x, None, wgrad.format, wgrad.granularity, column_amax)
+    assert made is not None
+    return made
+
+
+def compress(x: Tensor) -> Quantized:
+    """``x`` [R, C] in E4M3 with a scale for 128 elements of a row: one byte an element and 1/32 more."""
+    made, _, _ = quantize(x, E4M3, None, BLOCK_1x128)
+    assert made is not None
+    return made
+
+
+def expand(codes: Tensor, scale_inv: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """What ``compress`` made, back in ``dtype`` [R, cols]."""
+    return dequantize(Quantized(codes, scale_inv, BLOCK_1x128), cols, dtype)
