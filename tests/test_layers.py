@@ -30,7 +30,7 @@ LAYERS = (
     ("accelerator",),
     ("launch",),
     ("the public names",),
-    ("compat", "demo", "utils"),
+    ("bench", "compat", "demo", "utils"),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
