@@ -53,7 +53,7 @@ def check_schema(data: dict, command: str) -> None:
 def test_help_names_the_presets_without_torch():
     result = CliRunner().invoke(app, ["bench", "--help"])
     assert result.exit_code == 0
-    for name in ("step",):
+    for name in ("step", "gemm"):
         assert name in result.output
     shown = CliRunner().invoke(app, ["bench", "step", "--help"], env={"COLUMNS": "200"})
     assert "llama3-8b-4l" in re.sub(r"\s+", " ", shown.output)
@@ -76,6 +76,21 @@ def test_step_runs_ours_and_names_absent_peers(tmp_path: Path, capsys: pytest.Ca
         assert rows[name]["status"] == "ok", rows[name]
     if rows["te-delayed"]["status"] != "ok":
         assert "transformer_engine is not installed" in shown.out
+
+
+def test_gemm_checks_and_times_products_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "result.json"
+    arguments = ["bench", "gemm", "--device", "cpu", "--shapes", "32x64x128", "--recipes", "rowwise,delayed"]
+    assert run_main([*arguments, "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "SQNR against float64" in shown
+    assert "FP8 is emulated" in shown
+    data = json.loads(path.read_text())
+    check_schema(data, "gemm")
+    assert {row["labels"]["shape"] for row in data["rows"]} == {"32x64x128"}
+    assert all(row["values"]["sqnr_db"] > 25 and row["ms"] for row in data["rows"])
+    (layers,) = data["tables"].values()
+    assert [row["name"] for row in layers] == ["bf16", "rowwise", "delayed"]
 
 
 def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -106,6 +121,12 @@ def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPat
         (["step", "--preset", "llama3-8b-4l", "--device", "cpu"], "it needs a CUDA GPU with about 32 GiB free"),
         (["step", "--json", "absent/x.json"], "cannot write 'absent/x.json'"),
         (["step", "--json", "."], "cannot write '.'"),
+        (["gemm", "--shapes", "16x16"], "shape '16x16' is not allowed; write MxKxN"),
+        (["gemm", "--shapes", "16x17x16"], "FP8 GEMMs take K and N in multiples of 16"),
+        (["gemm", "--recipes", "rowise"], "unknown recipe 'rowise'"),
+        (["gemm", "table.json"], "got the file 'table.json' without --save"),
+        (["gemm", "--save", "--device", "cpu"], "a cost table is measured on the GPU that it is for"),
+        (["gemm", "--save", "--shapes", "16x16x16"], "--save goes without --shapes"),
     ],
 )
 def test_bad_input_is_one_message(

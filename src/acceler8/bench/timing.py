@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,26 @@ def call_ms(
         pairs.append((start, end))
     torch.cuda.synchronize(device)
     return Spread.of([start.elapsed_time(end) for start, end in pairs])
+
+
+def rounds_ms(
+    works: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int = 10, calls: int = 1
+) -> dict[str, Spread]:
+    """Milliseconds of one call of each, taking turns of ``calls`` calls in an order that moves on every round.
+
+    One call that is not timed opens each turn. A single call is timed behind an emptied L2 cache.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    cache = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            works[name]()
+            if calls == 1:
+                cache.zero_()
+            times[name] += [sum(turn_ms(works[name], calls, device)) / calls]
+    return {name: Spread.of(values) for name, values in times.items()}
 
 
 def copy_bandwidth(device: torch.device) -> float:

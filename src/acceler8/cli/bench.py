@@ -14,7 +14,10 @@ import typer
 from acceler8.bench.presets import PRESETS
 
 if TYPE_CHECKING:
+    import torch
+
     from acceler8.bench.results import Result
+    from acceler8.cli.bench_display import BenchDisplay
 
 app = typer.Typer(
     name="bench",
@@ -99,3 +102,67 @@ def _exit(result: Result) -> None:
         names = ", ".join(row.name for row in result.own_failures)
         typer.echo(f"acceler8: {names}: wrong or failed, which is a bug; see the table", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def gemm(
+    path: Annotated[Path | None, typer.Argument(help="With --save: the file. Default: this user's table.")] = None,
+    shapes: Annotated[
+        str | None, typer.Option(metavar="MxKxN,...", help="Tokens, inputs, outputs. Default: those of the presets.")
+    ] = None,
+    recipes: Recipes = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Measure layers over a grid and write the cost table of this GPU.")
+    ] = False,
+    budget: Annotated[float, typer.Option(help="With --save: seconds after which the rest is left out.")] = 170.0,
+    device: Device = None,
+    json_path: Json = None,
+    png_path: Png = None,
+) -> None:
+    """Multiply in BF16 and in each way of FP8, and run linear layers forward and backward.
+
+    With --save, layers over a grid of shapes (under 3 minutes), written as the table that plans read.
+    """
+    from acceler8.bench import facts
+    from acceler8.bench import gemm as bench
+    from acceler8.cli.bench_display import GEMM_COLUMNS, BenchDisplay, check_outputs
+    from acceler8.errors import HardwareError, RunError
+
+    where = facts.resolve_device(device)
+    chosen = bench.parse_shapes(shapes) if shapes else bench.TINY_SHAPES if where.type == "cpu" else bench.SHAPES
+    names = bench.layer_recipes(where, _split(recipes))
+    display = BenchDisplay()
+    if path is not None and not save:
+        raise RunError(f"got the file {str(path)!r} without --save; allowed: --save {path}; or --json for the tables")
+    if save:
+        if shapes or json_path or png_path:
+            raise RunError("--save goes without --shapes, --json and --png; run them one after the other")
+        if where.type == "cpu":
+            raise HardwareError("--save got the CPU; a cost table is measured on the GPU that it is for")
+        _save_costs(display, where, names, path, budget)
+        return
+    check_outputs(json_path, png_path)
+    result = bench.measure(chosen, names, where, say=display.progress)
+    display.table("GEMMs, operands cast already; SQNR against float64", result.rows, GEMM_COLUMNS)
+    for title, rows in result.tables.items():
+        display.table(f"{title}; worst SQNR against BF16", rows, GEMM_COLUMNS)
+    display.finish(result, json_path, png_path)
+    _exit(result)
+
+
+def _save_costs(display: BenchDisplay, where: torch.device, names: list[str], path: Path | None, budget: float) -> None:
+    """Measure the grid, write it, and say where FP8 gains."""
+    from acceler8.bench.gemm import measure_costs
+    from acceler8.bench.results import check_writable
+    from acceler8.costs import file_name, user_folder
+
+    if path is not None:
+        check_writable(path)
+    table, notes = measure_costs(where, names, say=display.progress, budget_s=budget)
+    target = path or user_folder() / file_name(table.gpu)
+    table.save(target)
+    display.costs(table)
+    for note in notes:
+        display.heading(f"  note: {note}")
+    display.heading(f"  {table.gpu}, torch {table.torch}, {table.date}, commit {table.commit}")
+    display.heading(f"  written: {target}")

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from acceler8.bench.facts import facts_line
 from acceler8.bench.results import Result, Row, check_writable, write_json
+from acceler8.costs import BF16, CostTable
 from acceler8.errors import MissingLibraryError
 
 Column = tuple[str, Callable[[Row], str]]
@@ -59,6 +60,15 @@ STEP_COLUMNS: list[Column] = [
      if "matrices" in row.values else "-"),
 ]  # fmt: skip
 
+GEMM_COLUMNS: list[Column] = [
+    ("MxKxN", label("shape")),
+    ("ms", milliseconds),
+    ("20 to 80 %", spread),
+    ("TFLOP/s", value("tflops", "{:.0f}")),
+    ("of BF16", value("speed_against_bf16", "{:.2f}x")),
+    ("SQNR dB", value("sqnr_db", "{:.1f}")),
+]
+
 
 class BenchDisplay:
     """Prints to the standard output; progress goes to the standard error, so that a table can be piped."""
@@ -101,6 +111,24 @@ class BenchDisplay:
         for name, ms in result.parts.items():
             shown.add_row(name, f"{ms:.2f}")
         self.console.print(shown)
+
+    def costs(self, table: CostTable) -> None:
+        """Speed of each recipe against BF16, by tokens: over the sizes of the grid, from the least to the most."""
+        shown = Table(
+            title="Linear layers, forward and backward: speed of BF16, least to most over K and N",
+            title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+        )  # fmt: skip
+        shown.add_column("tokens", justify="right")
+        for name in table.recipes:
+            shown.add_column(name, justify="right")
+        plain = table.entries[BF16]
+        for tokens in sorted({m for m, _, _ in plain}):
+            ratios = {
+                name: [plain[s] / ms for s, ms in table.entries[name].items() if s[0] == tokens]
+                for name in table.recipes
+            }
+            shown.add_row(str(tokens), *(f"{min(r):.2f} to {max(r):.2f}" if r else "-" for r in ratios.values()))
+        self._wide.print(shown)
 
     def finish(self, result: Result, json_path: Path | None, png_path: Path | None) -> None:
         """Notes and facts, then the files."""
