@@ -53,7 +53,7 @@ def check_schema(data: dict, command: str) -> None:
 def test_help_names_the_presets_without_torch():
     result = CliRunner().invoke(app, ["bench", "--help"])
     assert result.exit_code == 0
-    for name in ("step", "gemm"):
+    for name in ("step", "gemm", "op", "model"):
         assert name in result.output
     shown = CliRunner().invoke(app, ["bench", "step", "--help"], env={"COLUMNS": "200"})
     assert "llama3-8b-4l" in re.sub(r"\s+", " ", shown.output)
@@ -93,6 +93,51 @@ def test_gemm_checks_and_times_products_and_layers(tmp_path: Path, capsys: pytes
     assert [row["name"] for row in layers] == ["bf16", "rowwise", "delayed"]
 
 
+def test_op_checks_and_times_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "result.json"
+    arguments = ["bench", "op", "--device", "cpu", "--shapes", "32x128", "--json", str(path)]
+    assert run_main([*arguments, "--ops", "quantize rowwise*,amax*,gated*1x128*,norm*"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    check_schema(data, "op")
+    names = {row["name"] for row in data["rows"]}
+    assert {"quantize rowwise both", "amax tensor", "gated backward 1x128", "norm backward"} <= names
+    assert all(row["values"]["gb_per_s"] > 0 for row in data["rows"])
+
+
+def test_model_trains_what_a_function_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "my_model_of_bench.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), (torch.randn(16, 32),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "result.json"
+    arguments = ["bench", "model", "my_model_of_bench:make", "--device", "cpu", "--steps", "1", "--lr", "0.01"]
+    assert run_main([*arguments, "--recipes", "rowwise", "--json", str(path)]) == 0
+    assert "4,192 parameters" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    check_schema(data, "model")
+    assert [row["name"] for row in data["rows"] if row["status"] == "ok"] == ["bf16", "rowwise"]
+    assert "tokens_per_s" not in data["rows"][0]["values"]
+
+
+def test_model_takes_a_hugging_face_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 1} | sizes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    arguments = ["bench", "model", str(path), "--device", "cpu", "--batch", "1", "--length", "16", "--steps", "1"]
+    assert run_main([*arguments, "--recipes", "tensorwise"]) == 0
+    shown = capsys.readouterr().out
+    assert "tensorwise" in shown
+    assert "config.json" in shown
+
+
 def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def build(work):
         trainee = variants.find("bf16", "plain").build(work)
@@ -124,6 +169,11 @@ def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPat
         (["gemm", "--shapes", "16x16"], "shape '16x16' is not allowed; write MxKxN"),
         (["gemm", "--shapes", "16x17x16"], "FP8 GEMMs take K and N in multiples of 16"),
         (["gemm", "--recipes", "rowise"], "unknown recipe 'rowise'"),
+        (["op", "--ops", "quantise*"], "unknown operation 'quantise*'"),
+        (["op", "--shapes", "16"], "shape '16' is not allowed; write ROWSxCOLUMNS"),
+        (["op", "--shapes", "16x100"], "rows are multiples of 16, columns of 128"),
+        (["model", "absent_module:make"], "cannot take 'absent_module:make'"),
+        (["model", "json:loads_"], "cannot take 'json:loads_'"),
         (["gemm", "table.json"], "got the file 'table.json' without --save"),
         (["gemm", "--save", "--device", "cpu"], "a cost table is measured on the GPU that it is for"),
         (["gemm", "--save", "--shapes", "16x16x16"], "--save goes without --shapes"),

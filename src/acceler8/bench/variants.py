@@ -119,6 +119,10 @@ def _bf16(work: Work) -> Trainee:
     return plain_trainee(work, work.make_model())
 
 
+def _bf16_head_loss(work: Work) -> Trainee:
+    return plain_trainee(work, work.with_head_loss(work.make_model()), is_own=True)
+
+
 def _bf16_compiled(work: Work) -> Trainee:
     model = work.make_model()
     compile_blocks(work, model)
@@ -127,7 +131,7 @@ def _bf16_compiled(work: Work) -> Trainee:
 
 def _own(recipe: str, compiled: bool = False) -> Callable[[Work], Trainee]:
     def build(work: Work) -> Trainee:
-        model = work.make_model()
+        model = work.with_head_loss(work.make_model())
         acceler8.convert(model, acceler8.plan(model, recipe, **plan_options(work.preset)))
         if compiled:
             compile_blocks(work, model)
@@ -199,15 +203,19 @@ def _transformer_engine(kind: str) -> Callable[[Work], Trainee]:
     return build
 
 
-def _prepared(precision: str, recipe: str | None = None, compiled: bool = False) -> Callable[[Work], Trainee]:
+def _prepared(
+    precision: str, recipe: str | None = None, *, compiled: bool = False, head_loss: bool = False
+) -> Callable[[Work], Trainee]:
     def build(work: Work) -> Trainee:
         preset = work.preset
-        if recipe is not None and (not preset.fuse or preset.head_loss or preset.save_for_backward is not None):
+        if recipe is not None and (not preset.fuse or preset.save_for_backward is not None):
             raise NotInThisVersionError(
-                "Accelerator.prepare takes no --no-fuse, --head-loss or --save-for-backward here; use a preset whose"
-                " loop is plain, such as llama3-8b-4l"
+                "Accelerator.prepare takes no --no-fuse or --save-for-backward here; use a preset whose loop is plain,"
+                " such as llama3-8b-4l"
             )
         model = work.make_model()
+        if recipe is not None or head_loss:
+            work.with_head_loss(model)
         if compiled:
             compile_blocks(work, model)
         accelerator = acceler8.Accelerator(mixed_precision=precision, device=work.device, recipe=recipe)
@@ -290,6 +298,10 @@ def _accelerate(
 def _register_all() -> None:
     register(Variant(name=BASELINE, group="PyTorch", loops=("plain",), build=_bf16))
     register(Variant(name=BASELINE, group="PyTorch", loops=("prepared",), build=_prepared("bf16")))
+    for loop, build in (("plain", _bf16_head_loss), ("prepared", _prepared("bf16", head_loss=True))):
+        register(
+            Variant(name="bf16-head-loss", group="acceler8", loops=(loop,), build=build, is_default=False)  # type: ignore[arg-type]
+        )
     register(Variant(name="bf16-compile", group="PyTorch", loops=("plain",), build=_bf16_compiled, is_compiled=True))
     register(
         Variant(

@@ -79,17 +79,29 @@ class Work:
             return loss
         return F.cross_entropy(output.float().flatten(0, 1), self.tokens[:, 1:].flatten())
 
+    def with_head_loss(self, model: nn.Module) -> nn.Module:
+        """The same model; with ``head_loss`` one of Hugging Face computes head and loss as one."""
+        if self.preset.head_loss:
+            if self.preset.loop == "prepared" and isinstance(model, Llama):
+                raise RunError("head_loss with this package's Llama needs a preset whose loop is plain: llama3-8b-4l")
+            if not isinstance(model, Llama):
+                _of_package("fused_head_loss")(model)
+        return model
+
     def own_forward(self, model: nn.Module) -> tuple[Any, Callable[[Any], Tensor]]:
         """``forward`` and what makes its loss, in variants of ours: with ``head_loss`` one operation of both."""
-        if not self.preset.head_loss:
+        if not self.preset.head_loss or not isinstance(model, Llama):  # another's model has it inside
             return self.forward(model), self.loss
-        head_loss = getattr(acceler8, "head_loss", None)
-        if head_loss is None:
-            raise NotInThisVersionError("this version has no acceler8.head_loss; leave --head-loss out")
-        if not isinstance(model, Llama):
-            raise RunError(f"head_loss got a {type(model).__name__}; allowed: presets of this package's own Llama")
+        head_loss: Any = _of_package("head_loss")
         hidden, weight = model.hidden(self.tokens[:, :-1]), model.lm_head.weight
         return hidden, lambda h: head_loss(h.flatten(0, 1), weight, self.tokens[:, 1:].flatten())
+
+
+def _of_package(name: str) -> Any:
+    found = getattr(acceler8, name, None)
+    if found is None:
+        raise NotInThisVersionError(f"this version has no acceler8.{name}; leave --head-loss out")
+    return found
 
 
 def hf_llama(preset: Preset) -> nn.Module:

@@ -86,6 +86,8 @@ def step(
     )
     where = facts.resolve_device(device)
     wanted = registry.select(chosen.loop, where, _split(variants), _split(recipes))
+    if head_loss:  # what the head alone gains, so that it is not taken for FP8's
+        wanted.insert(1, registry.find("bf16-head-loss", chosen.loop))
     check_outputs(json_path, png_path)
     display = BenchDisplay()
     result = measure(chosen, wanted, where, say=display.progress, with_floor=not no_floor)
@@ -166,3 +168,79 @@ def _save_costs(display: BenchDisplay, where: torch.device, names: list[str], pa
         display.heading(f"  note: {note}")
     display.heading(f"  {table.gpu}, torch {table.torch}, {table.date}, commit {table.commit}")
     display.heading(f"  written: {target}")
+
+
+@app.command()
+def op(
+    ops: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Operations, or globs ('quantize*'). Default: all.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(metavar="ROWSxCOLUMNS,...", help="Of the activation. Default: those of the presets.")
+    ] = None,
+    device: Device = None,
+    json_path: Json = None,
+    png_path: Png = None,
+) -> None:
+    """Run each operation of the kernels: GB/s, and the share of the copy bandwidth.
+
+    Results are compared with the reference in plain PyTorch before anything is timed.
+    """
+    from acceler8.bench import facts
+    from acceler8.bench import op as bench
+    from acceler8.cli.bench_display import OP_COLUMNS, BenchDisplay, check_outputs
+
+    where = facts.resolve_device(device)
+    chosen = bench.select(_split(ops), bench.all_ops())
+    sizes = bench.parse_shapes(shapes) if shapes else bench.TINY_SHAPES if where.type == "cpu" else bench.SHAPES
+    check_outputs(json_path, png_path)
+    display = BenchDisplay()
+    result = bench.measure(chosen, sizes, where, say=display.progress)
+    title = f"Operations; copy {result.parts['copy TB/s']:.2f} TB/s"
+    display.table(title, result.rows, OP_COLUMNS, first="operation")
+    display.finish(result, json_path, png_path)
+    _exit(result)
+
+
+@app.command()
+def model(
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="module:function giving (model, batch), or a Hugging Face config."),
+    ],
+    recipes: Recipes = None,
+    variants: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Variants, or globs of them. Default: BF16 and ours.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of random tokens, for a configuration.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. Default: 1e-4.")] = None,
+    steps: Steps = None,
+    device: Device = None,
+    json_path: Json = None,
+    png_path: Png = None,
+) -> None:
+    """Train your own model a few steps in BF16 and in each recipe, as Accelerator.prepare gives it."""
+    from acceler8.bench import facts
+    from acceler8.bench import model as bench
+    from acceler8.bench import variants as registry
+    from acceler8.bench.step import measure
+    from acceler8.cli.bench_display import MODEL_COLUMNS, BenchDisplay, check_outputs
+
+    where = facts.resolve_device(device)
+    chosen = bench.preset_of(spec, batch, length, steps, lr)
+    patterns = _split(variants)
+    wanted = registry.select(chosen.loop, where, patterns, _split(recipes))
+    if patterns is None:
+        wanted = [variant for variant in wanted if variant.group != "Accelerate"]
+    check_outputs(json_path, png_path)
+    work = bench.OwnWork(chosen, where, bench.resolve(spec, batch, length))
+    display = BenchDisplay()
+    result = measure(chosen, wanted, where, say=display.progress, with_floor=False, command="model", work=work)
+    result.settings = {"name": spec, "parameters": work.parameters, "lr": chosen.lr, "steps": chosen.steps, "seed": 0}
+    for row in result.rows:  # rates and FLOPs of a shape that is not this model's
+        for key in ("tokens_per_s", "samples_per_s", "tflops"):
+            row.values.pop(key, None)
+    display.table(f"{spec}: {work.parameters:,} parameters", result.rows, MODEL_COLUMNS)
+    display.finish(result, json_path, png_path)
+    _exit(result)

@@ -69,6 +69,16 @@ GEMM_COLUMNS: list[Column] = [
     ("SQNR dB", value("sqnr_db", "{:.1f}")),
 ]
 
+MODEL_COLUMNS = [column for column in STEP_COLUMNS if column[0] not in ("tokens/s", "TFLOP/s", "of floor")]
+OP_COLUMNS: list[Column] = [
+    ("shape", label("shape")),
+    ("ms", milliseconds),
+    ("20 to 80 %", spread),
+    ("GB/s", value("gb_per_s", "{:,.0f}")),
+    ("floor ms", value("floor_ms", "{:.3f}")),
+    ("of floor", value("share_of_floor", "{:.0%}")),
+]
+
 
 class BenchDisplay:
     """Prints to the standard output; progress goes to the standard error, so that a table can be piped."""
