@@ -118,6 +118,19 @@ def test_groups_share_the_baseline_and_say_how_far_it_moved(least: Preset, monke
     assert any(note.startswith("2 groups") and "apart" in note for note in result.notes)
 
 
+def test_groups_are_even_and_fit(monkeypatch: pytest.MonkeyPatch):
+    gib = 2**30
+    monkeypatch.setattr(bench_step.timing, "free_bytes", lambda device: 100 * gib)
+    first = bench_step.Checked(
+        trainee=None, losses=[], matrices=0, moved=set(), resident=10 * gib, held=0, peak=30 * gib
+    )
+    cuda = torch.device("cuda")
+    # 0.8 * 110 GiB, less 1.2 * 20 to work in, are six models of 10: BF16 and five others
+    sizes = {count: bench_step.group_size(first, cuda, count) for count in (1, 2, 6, 7, 11, 12)}
+    assert sizes == {1: 1, 2: 2, 6: 6, 7: 4, 11: 6, 12: 5}
+    assert bench_step.group_size(first, CPU, 12) == 12
+
+
 def test_selection():
     default = [v.name for v in select("plain", CPU)]
     assert default[0] == "bf16"

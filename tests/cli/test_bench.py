@@ -169,6 +169,8 @@ def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPat
         (["gemm", "--shapes", "16x16"], "shape '16x16' is not allowed; write MxKxN"),
         (["gemm", "--shapes", "16x17x16"], "FP8 GEMMs take K and N in multiples of 16"),
         (["gemm", "--recipes", "rowise"], "unknown recipe 'rowise'"),
+        (["step", "--preset", "practitioner", "--device", "cpu"], "it needs a CUDA GPU with about 40 GiB free"),
+        (["step", "--epochs", "2"], "--epochs is for --preset practitioner; got it with 'tiny'"),
         (["op", "--ops", "quantise*"], "unknown operation 'quantise*'"),
         (["op", "--shapes", "16"], "shape '16' is not allowed; write ROWSxCOLUMNS"),
         (["op", "--shapes", "16x100"], "rows are multiples of 16, columns of 128"),
@@ -192,6 +194,13 @@ def test_bad_input_is_one_message(
     assert captured.err.startswith("acceler8: error: ")
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_a_picture(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.png"
+    assert run_main([*STEP, "--variants", "rowwise", "--png", str(path)]) == 0
+    assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_picture_needs_matplotlib(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from acceler8.bench.facts import facts_line
@@ -19,7 +20,7 @@ def draw_png(result: Result, path: Path) -> None:
 
     rows = [row for row in result.rows if row.ms is not None]
     with_memory = any("peak_bytes" in row.values for row in rows)
-    figure = Figure(figsize=(12 if with_memory else 7, 1.5 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(12 if with_memory else 7, 2 + 0.3 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 1 + with_memory, squeeze=False, sharey=True)[0]
     names = [_name(row) for row in rows]
@@ -40,7 +41,8 @@ def draw_png(result: Result, path: Path) -> None:
         axes[1].barh(names, [row.values.get("held_bytes", 0.0) / 2**30 for row in rows], color=colours)
         axes[1].set_xlabel("GiB: peak (light), held for backward (full)")
     title = f"acceler8 bench {result.command} {result.settings.get('name', '')}".rstrip()
-    figure.suptitle(f"{title}\n{facts_line(result.facts)}", fontsize=9)
+    facts = "\n".join(textwrap.wrap(facts_line(result.facts), width=90 if with_memory else 70))
+    figure.suptitle(f"{title}\n{facts}", fontsize=9)
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
@@ -48,10 +50,10 @@ def draw_png(result: Result, path: Path) -> None:
 
 
 def _name(row: Row) -> str:
-    extra = [str(value) for key, value in row.labels.items() if key in ("shape", "recipe") and result_needs(key, row)]
+    extra = [str(value) for key, value in row.labels.items() if key in ("shape", "recipe") and _tells_apart(key, row)]
     return " ".join([row.name, *extra])
 
 
-def result_needs(key: str, row: Row) -> bool:
+def _tells_apart(key: str, row: Row) -> bool:
     """True if the label tells this row from others: shapes do; the recipe where the name does not say it."""
     return key == "shape" or ("shape" in row.labels and str(row.labels[key]) not in row.name)

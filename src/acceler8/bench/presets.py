@@ -36,7 +36,7 @@ class Preset:
     """Tokens of a sequence."""
     parameters: Literal["bfloat16", "float32"] = "bfloat16"
     lr: float = 1e-4
-    check_steps: int = 4
+    check_steps: int = 8
     """Steps from the same weights after which losses are compared; they warm up too."""
     steps: int = 10
     """Timed steps of each variant."""

@@ -31,8 +31,9 @@ from acceler8.errors import HardwareError
 
 FIRST_LOSS_SHARE = 0.02
 """How far the first loss may lie from BF16's, of that loss: the forward pass alone, from equal weights."""
-FALL_SHARE = 0.15
-"""How far the last one may lie, of BF16's fall. Optimizers that hold stale parameters are at 1."""
+FALL_SHARE = 0.3
+"""How far the last one may lie, of BF16's fall. Optimizers that hold stale parameters are near 1; delayed scaling that
+begins with scales of 1 may lose its first gradients to underflow, and then lags one step of eight."""
 MEMORY_SHARE = 0.8
 """Of the free memory that a group may take."""
 
@@ -71,7 +72,6 @@ def take_first_steps(work: Work, variant: Variant) -> Checked:
     trainee = variant.build(work)
     trainee.activate()
     start = sums(trainee.model)
-    timing.reset_peak(device)
     losses: list[Tensor] = []
     held = 0
 
@@ -79,7 +79,9 @@ def take_first_steps(work: Work, variant: Variant) -> Checked:
         nonlocal held
         held = timing.allocated(device) - at_start
 
-    for _ in range(work.preset.check_steps):
+    for number in range(work.preset.check_steps):
+        if number == 1:  # the first step compiles, and compilers try things out in memory
+            timing.reset_peak(device)
         at_start = timing.allocated(device)
         losses.append(trainee.step(count_held))
     peak = timing.peak_allocated(device) - before
@@ -104,13 +106,15 @@ def what_is_wrong(got: Checked, baseline: Checked) -> str:
     return ""
 
 
-def group_size(first: Checked, device: torch.device, count: int, is_large: bool) -> int:
-    """How many variants fit beside each other, going by what BF16 takes."""
-    if device.type != "cuda" or not is_large:
+def group_size(first: Checked, device: torch.device, count: int) -> int:
+    """How many variants, BF16 one of them, run beside each other: as many as fit, going by BF16, in groups alike."""
+    if device.type != "cuda" or count <= 2:
         return count
     free = MEMORY_SHARE * (timing.free_bytes(device) + first.resident)
     working = 1.2 * (first.peak - first.resident)
-    return int(max(2, min(count, (free - working) // max(1, first.resident))))
+    others = int(max(1, (free - working) // max(1, first.resident) - 1))
+    groups = math.ceil((count - 1) / others)
+    return 1 + math.ceil((count - 1) / groups)
 
 
 @contextmanager
@@ -200,11 +204,11 @@ class _Run:
             self.say(f"{baseline.name}: first steps")
             first = take_first_steps(self.work, baseline)
             if size is None:
-                size = group_size(first, self.device, len(runnable) + 1, bool(self.preset.needs_gib))
+                size = group_size(first, self.device, len(runnable) + 1)
             group, runnable = runnable[: size - 1], runnable[size - 1 :]
             self._group(baseline, first, group)
             del first
-            if self.device.type == "cuda":
+            if any(variant.is_compiled for variant in group):
                 torch.compiler.reset()
         if len(self.baselines) > 1:
             medians = [spread.median for spread in self.baselines]

@@ -230,10 +230,14 @@ def _amp(dtype: torch.dtype) -> Callable[[Work], Trainee]:
     def build(work: Work) -> Trainee:
         model = work.make_model()
         optimizer = work.optimizer(model)
-        scaler = torch.amp.GradScaler(work.device.type, enabled=dtype is torch.float16)
+        # a first scale at which no step overflows: steps that the scaler skips would not be the same work
+        scaler = torch.amp.GradScaler(work.device.type, init_scale=2.0**12, enabled=dtype is torch.float16)
+
+        def context() -> AbstractContextManager[Any]:
+            return torch.autocast(work.device.type, dtype=dtype)
 
         def step(after_forward: Callable[[], None]) -> Tensor:
-            with torch.autocast(work.device.type, dtype=dtype):
+            with context():
                 output = work.forward(model)
             after_forward()
             loss = work.loss(output)
@@ -244,7 +248,7 @@ def _amp(dtype: torch.dtype) -> Callable[[Work], Trainee]:
             optimizer.zero_grad()
             return loss.detach()
 
-        return Trainee(model, step)
+        return Trainee(model, step, context=context)
 
     return build
 

@@ -34,6 +34,8 @@ class Trainee:
     """One optimizer step; calls its argument between forward and backward; returns the loss, detached."""
     activate: Callable[[], None] = _nothing
     """Called when its turn begins, for libraries whose state belongs to the process."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around a forward of the model, also one that only evaluates."""
 
 
 class Work:
@@ -159,7 +161,7 @@ def plain_trainee(
         optimizer.zero_grad()
         return loss.detach()
 
-    return Trainee(model, step)
+    return Trainee(model, step, context=context)
 
 
 def prepared_trainee(

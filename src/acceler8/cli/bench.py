@@ -7,7 +7,7 @@ a bug. 2: bad input, or hardware that is not there.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,9 @@ from acceler8.bench.presets import PRESETS
 if TYPE_CHECKING:
     import torch
 
+    from acceler8.bench.presets import Preset
     from acceler8.bench.results import Result
+    from acceler8.bench.variants import Variant
     from acceler8.cli.bench_display import BenchDisplay
 
 app = typer.Typer(
@@ -59,6 +61,13 @@ def step(
     save_for_backward: Annotated[
         str | None, typer.Option(metavar="WHAT", help="What ours keep for backward, where a plan can choose.")
     ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="practitioner: epochs of the accuracy table, 0 for none. Default: 3.")
+    ] = None,
+    epoch_steps: Annotated[int | None, typer.Option(help="practitioner: steps of an epoch. Default: 80.")] = None,
+    budget_gb: Annotated[
+        float | None, typer.Option(help="practitioner: memory for the largest batch. Default: what FP16 takes.")
+    ] = None,
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not measure the floor's parts.")] = False,
     device: Device = None,
     json_path: Json = None,
@@ -73,6 +82,7 @@ def step(
     from acceler8.bench.presets import preset_named
     from acceler8.bench.step import measure
     from acceler8.cli.bench_display import STEP_COLUMNS, BenchDisplay, check_outputs
+    from acceler8.errors import RunError
 
     chosen = preset_named(
         preset,
@@ -86,14 +96,52 @@ def step(
     )
     where = facts.resolve_device(device)
     wanted = registry.select(chosen.loop, where, _split(variants), _split(recipes))
+    if chosen.name == "practitioner" and variants is None:  # each is trained for epochs
+        wanted = [variant for variant in wanted if variant.group != "Accelerate" and not variant.is_compiled]
     if head_loss:  # what the head alone gains, so that it is not taken for FP8's
         wanted.insert(1, registry.find("bf16-head-loss", chosen.loop))
     check_outputs(json_path, png_path)
     display = BenchDisplay()
+    account = {"epochs": epochs, "epoch_steps": epoch_steps, "budget_gb": budget_gb}
+    if chosen.name == "practitioner":
+        _practitioner(chosen, wanted, where, account, not no_floor, display, json_path, png_path)
+        return
+    for name, given in account.items():
+        if given is not None:
+            raise RunError(f"--{name.replace('_', '-')} is for --preset practitioner; got it with {chosen.name!r}")
     result = measure(chosen, wanted, where, say=display.progress, with_floor=not no_floor)
     display.parts(result)
     title = f"{chosen.name}: {chosen.layers} layers, {chosen.batch} x {chosen.length} tokens a step"
     display.table(title, result.rows, STEP_COLUMNS)
+    display.finish(result, json_path, png_path)
+    _exit(result)
+
+
+def _practitioner(
+    preset: Preset,
+    wanted: list[Variant],
+    where: torch.device,
+    account: dict[str, Any],
+    with_floor: bool,
+    display: BenchDisplay,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """The step's table and the three of a practitioner's account."""
+    from acceler8.bench import practitioner
+    from acceler8.cli import bench_display as columns
+
+    asked = practitioner.Account(**{name: given for name, given in account.items() if given is not None})
+    result = practitioner.measure(preset, wanted, where, asked, say=display.progress, with_floor=with_floor)
+    display.parts(result)
+    display.table(f"{preset.name}: {preset.batch} x {preset.length} tokens a step", result.rows, columns.STEP_COLUMNS)
+    for title, chosen in (
+        (practitioner.MEMORY, columns.MEMORY_COLUMNS),
+        (practitioner.THROUGHPUT, columns.THROUGHPUT_COLUMNS),
+        (practitioner.ACCURACY, columns.ACCURACY_COLUMNS),
+    ):
+        if title in result.tables:
+            display.table(title, result.tables[title], chosen)
     display.finish(result, json_path, png_path)
     _exit(result)
 

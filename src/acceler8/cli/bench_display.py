@@ -70,6 +70,25 @@ GEMM_COLUMNS: list[Column] = [
 ]
 
 MODEL_COLUMNS = [column for column in STEP_COLUMNS if column[0] not in ("tokens/s", "TFLOP/s", "of floor")]
+GB = 1e-9
+MEMORY_COLUMNS: list[Column] = [
+    ("peak GB", value("peak_bytes", "{:.1f}", GB)),
+    ("held for backward GB", value("held_bytes", "{:.1f}", GB)),
+    ("rest GB", value("rest_bytes", "{:.1f}", GB)),
+]
+THROUGHPUT_COLUMNS: list[Column] = [
+    ("batch", label("batch")),
+    ("ms/step", milliseconds),
+    ("20 to 80 %", spread),
+    ("samples/s", value("samples_per_s", "{:.1f}")),
+    ("of FP16", value("speed_against_fp16", "{:.2f}x")),
+    ("peak GB", value("peak_bytes", "{:.1f}", GB)),
+]
+ACCURACY_COLUMNS: list[Column] = [
+    ("accuracy", value("accuracy", "{:.2%}")),
+    ("against FP16, points", value("against_fp16", "{:+.2f}", 100)),
+    ("epochs to FP16's, 0.2 points less", value("epochs_to_fp16", "{:.0f}")),
+]
 OP_COLUMNS: list[Column] = [
     ("shape", label("shape")),
     ("ms", milliseconds),
