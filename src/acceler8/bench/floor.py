@@ -46,12 +46,12 @@ class Floor:
         return None if gemms is None else gemms + self.attention + self.elementwise + self.head + self.optimizer
 
     def to_dict(self) -> dict[str, float]:
-        """Name -> ms, and the copy bandwidth."""
+        """Name -> ms."""
         parts = {f"GEMMs, {mode}": ms for mode, ms in self.gemms.items()}
         sums = {f"floor, {mode}": self.step_ms(mode) or 0.0 for mode in self.gemms}
         return parts | {
             "attention": self.attention, "elementwise": self.elementwise, "head and loss": self.head,
-            "optimizer": self.optimizer, "copy TB/s": self.copy_tb_per_s,
+            "optimizer": self.optimizer,
         } | sums  # fmt: skip
 
 

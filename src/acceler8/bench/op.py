@@ -318,8 +318,11 @@ def measure(
     bandwidth = timing.copy_bandwidth(device)
     timing.release(device)
     result = Result(
-        command="op", facts=facts(device), rows=[], parts={"copy TB/s": bandwidth / 1e12},
-        settings={"shapes": [said(shape) for shape in shapes], "ops": [op.name for op in ops]},
+        command="op", facts=facts(device), rows=[],
+        settings={
+            "shapes": [said(shape) for shape in shapes], "ops": [op.name for op in ops],
+            "copy_tb_per_s": bandwidth / 1e12,
+        },
     )  # fmt: skip
     for op in ops:
         say(op.name)

@@ -114,7 +114,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             name="practitioner", about="a Llama of 0.57 B FP32 parameters that takes about 24.5 GB in FP16 at batch 8",
             loop="prepared", layers=12, width=2048, ffn=5632, heads=16, kv_heads=8, vocabulary=256, batch=8,
-            length=2048, parameters="float32", needs_gib=40.0,
+            length=1760, parameters="float32", needs_gib=40.0,
         ),
     )
 }  # fmt: skip

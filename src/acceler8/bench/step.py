@@ -147,6 +147,7 @@ def measure(
         say("the floor's parts")
         floor = measure_floor(preset, device, dict.fromkeys(v.recipe for v in variants))
         result.parts = floor.to_dict()
+        result.settings["copy_tb_per_s"] = floor.copy_tb_per_s
     elif with_floor:
         result.notes.append("no floor: it is measured on a GPU")
     if device.type != "cuda":

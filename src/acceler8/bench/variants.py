@@ -324,13 +324,13 @@ def _register_all() -> None:
                 recipe=name, is_default=False, is_compiled=True,
             )
         )  # fmt: skip
-    for name, own in (("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("rowwise_with_gw_hp", None)):
+    for name, own in (("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("rowwise_with_gw_hp", "rowwise")):
         for compiled in (False, True):
             register(
                 Variant(
                     name=f"torchao-{name.replace('_', '-')}" + "-compile" * compiled, group="torchao", loops=("plain",),
                     build=_torchao(name, compiled), needs=("torchao",), recipe=own, is_compiled=compiled,
-                    is_default=compiled or own is not None,
+                    is_default=compiled or name == own,
                 )
             )  # fmt: skip
     for kind, own in (("delayed", "delayed"), ("current", "tensorwise"), ("block", "blockwise")):

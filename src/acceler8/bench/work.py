@@ -47,6 +47,11 @@ class Work:
         shape = (preset.batch, preset.length + 1)
         self.tokens = torch.randint(0, preset.vocabulary, shape, device=device, generator=generator)
 
+    @property
+    def inputs(self) -> Tensor:
+        """What the model reads: all tokens but the last of each sequence, [batch, length]."""
+        return self.tokens[:, :-1]
+
     def make_model(self) -> nn.Module:
         """The model with the weights that all variants begin with."""
         torch.manual_seed(SEED)
@@ -71,8 +76,8 @@ class Work:
     def forward(self, model: nn.Module) -> Any:
         """What the model gives for the batch; memory held for backward is counted behind it."""
         if self.preset.model == "hf-llama":
-            return model(input_ids=self.tokens, labels=self.tokens)
-        return model(self.tokens[:, :-1])
+            return model(input_ids=self.inputs, labels=self.inputs)
+        return model(self.inputs)
 
     def loss(self, output: Any) -> Tensor:
         """The loss of what ``forward`` gave: FP32, a scalar."""
@@ -95,7 +100,7 @@ class Work:
         if not self.preset.head_loss or not isinstance(model, Llama):  # another's model has it inside
             return self.forward(model), self.loss
         head_loss: Any = _of_package("head_loss")
-        hidden, weight = model.hidden(self.tokens[:, :-1]), model.lm_head.weight
+        hidden, weight = model.hidden(self.inputs), model.lm_head.weight
         return hidden, lambda h: head_loss(h.flatten(0, 1), weight, self.tokens[:, 1:].flatten())
 
 

@@ -244,7 +244,7 @@ def op(
     check_outputs(json_path, png_path)
     display = BenchDisplay()
     result = bench.measure(chosen, sizes, where, say=display.progress)
-    title = f"Operations; copy {result.parts['copy TB/s']:.2f} TB/s"
+    title = f"Operations; copy {result.settings['copy_tb_per_s']:.2f} TB/s"
     display.table(title, result.rows, OP_COLUMNS, first="operation")
     display.finish(result, json_path, png_path)
     _exit(result)

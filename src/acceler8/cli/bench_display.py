@@ -134,7 +134,12 @@ class BenchDisplay:
         """The floor's parts."""
         if not result.parts:
             return
-        shown = Table(title="Floor: each part alone", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = Table(
+            title=f"Floor: each part alone; copy {result.settings['copy_tb_per_s']:.2f} TB/s",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         shown.add_column("part")
         shown.add_column("ms", justify="right")
         for name, ms in result.parts.items():
