@@ -341,7 +341,7 @@ def _register_all() -> None:
             )
         )  # fmt: skip
     without = {"enable_fsdp_float8_all_gather": False}
-    for name, build, needs, own, compiled in (
+    for name, build, needs, nearest, compiled in (
         ("accelerate-bf16", _accelerate("bf16"), (), None, False),
         ("accelerate-bf16-compile", _accelerate("bf16", compiled=True), (), None, True),
         ("accelerate-torchao", _accelerate("fp8", "AORecipeKwargs"), ("torchao",), "tensorwise", False),
@@ -354,7 +354,7 @@ def _register_all() -> None:
         register(
             Variant(
                 name=name, group="Accelerate", loops=("prepared",), build=build, needs=("accelerate", *needs),
-                recipe=own, is_compiled=compiled,
+                recipe=nearest, is_compiled=compiled,
             )
         )  # fmt: skip
 
