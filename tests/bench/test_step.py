@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import acceler8
 import acceler8.bench.step as bench_step
 from acceler8.bench.floor import BF16, FASTEST, measure_floor
 from acceler8.bench.presets import PRESETS, Preset, preset_named
@@ -167,6 +168,20 @@ def test_what_this_version_lacks_is_said(least: Preset):
     assert result.rows[1].status == "error"
     with pytest.raises(NotInThisVersionError, match="a preset whose loop is plain"):
         VARIANTS["rowwise"]["prepared"].build(Work(dataclasses.replace(least, fuse=False), CPU))
+
+
+def test_head_loss_is_given_to_bf16_too(least: Preset, monkeypatch: pytest.MonkeyPatch):
+    shapes = []
+
+    def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shapes.append((tuple(hidden.shape), tuple(weight.shape), tuple(labels.shape)))
+        return nn.functional.cross_entropy((hidden @ weight.t()).float(), labels)
+
+    monkeypatch.setattr(acceler8, "head_loss", head_loss, raising=False)
+    preset = dataclasses.replace(least, head_loss=True)
+    result = measure(preset, select("plain", CPU, ["bf16-head-loss", "rowwise"]), CPU)
+    assert [row.status for row in result.rows] == ["ok", "ok", "ok"]
+    assert set(shapes) == {((32, 64), (256, 64), (32,))}
 
 
 @pytest.mark.parametrize("name", ["bf16", "rowwise", "fp16-amp", "bf16-amp"])
