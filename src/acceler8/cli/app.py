@@ -11,6 +11,7 @@ import sys
 
 import typer
 
+from acceler8.cli.bench import app as bench
 from acceler8.cli.config import app as config
 from acceler8.cli.demo import demo
 from acceler8.cli.env import env
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.add_typer(bench)
 app.add_typer(config)
 app.command()(env)
 app.command(cls=RawCommand, add_help_option=False)(launch)
