@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acceler8.nn.deferred_logits import DeferredLogits
 from acceler8.nn.gated_mlp import (
     FusedGatedMLP,
     GatedMLPState,
@@ -12,6 +13,7 @@ from acceler8.nn.gated_mlp import (
     unfuse,
 )
 from acceler8.nn.group import LinearGroup
+from acceler8.nn.head_loss import FusedHeadLoss, HeadLossState, fused_heads
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
@@ -24,9 +26,12 @@ from acceler8.nn.model_state import (
 )
 
 __all__ = [
+    "DeferredLogits",
     "Fp8Linear",
     "FusedGatedMLP",
+    "FusedHeadLoss",
     "GatedMLPState",
+    "HeadLossState",
     "LayerState",
     "LinearGroup",
     "ModelState",
@@ -35,6 +40,7 @@ __all__ = [
     "fp8_layers",
     "fp8_state_dict",
     "fuse",
+    "fused_heads",
     "fused_mlps",
     "load_fp8_state_dict",
     "run_as_one",
