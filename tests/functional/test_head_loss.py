@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import acceler8
 from acceler8.errors import ConfigError, DoubleBackwardError, DtypeError, LabelError, ShapeError
 from acceler8.functional import head_loss
 from acceler8.functional.head_loss import chunk_size
+from tests.functional.support import Largest
 from tests.kernels.support import DTYPES
 
 GPU = pytest.param("cuda", marks=pytest.mark.requires(sm=90))
@@ -279,21 +278,6 @@ def test_the_loss_may_be_changed_in_place(device):
     loss += leaves[0].square().mean()  # as models of experts add their balance to it
     loss.backward()
     assert leaves[0].grad is not None
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
 
 
 @each_device

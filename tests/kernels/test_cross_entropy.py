@@ -141,6 +141,15 @@ def test_values_that_bite(device):
 
 
 @on_each_device
+def test_a_maximum_that_rises_or_falls_from_block_to_block(device):
+    up = torch.linspace(-3, 3, 20011)
+    logits, labels = torch.stack([up, -up, up * 20, -up * 20]), torch.tensor([10000, 10000, 20010, 0])
+    want = F.cross_entropy(logits.double(), labels, reduction="none")
+    got = cross_entropy_(logits.to(device), labels.to(device)).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=U * (24 * 60 + 96))
+
+
+@on_each_device
 def test_rows_apart_and_integer_labels_of_any_width(device):
     logits, labels = data(4, 130, torch.bfloat16)
     wide = torch.zeros(4, 200, dtype=torch.bfloat16, device=device)

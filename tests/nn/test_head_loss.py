@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ import acceler8
 from acceler8.errors import LabelError, PlanError
 from acceler8.nn import DeferredLogits, Fp8Linear, FusedHeadLoss
 from acceler8.nn.head_loss import fused_head_class
+from tests.functional.support import Largest
 
 transformers = pytest.importorskip("transformers")
+functional = sys.modules["acceler8.functional.head_loss"]  # the function has its module's name
 
 V, LENGTH = 101, 9
 U = 2.0**-24
@@ -128,6 +131,19 @@ def test_options_of_the_loss(family):
     compare(model, **inputs, shift_labels=shifted)
     compare(model, input_ids=inputs["input_ids"], labels=inputs["labels"][:, -4:], logits_to_keep=4)
     compare(model, **inputs, attention_mask=(torch.arange(LENGTH) < LENGTH - 2).long().expand(2, -1))
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
+    monkeypatch.setattr(functional, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(functional, "_LEAST_TOKENS", 128)
+    ids = torch.randint(3, 1000, (16, 32), generator=torch.Generator().manual_seed(0))
+    model = make("gemma2", vocab_size=1000, hidden_size=8, intermediate_size=16)
+    most = []
+    for m in (fused(model), model):
+        with Largest() as seen:
+            m(input_ids=ids, labels=ids).loss.backward()
+        most.append(seen.elements)
+    assert most == [128 * 1000, 512 * 1000]
 
 
 def test_labels_may_be_positional():

@@ -207,8 +207,10 @@ def head_loss(
     if device == "cpu" and not torch.compiler.is_compiling():
         check_labels(labels, weight.shape[0], ignore_index)
     divisor = None
-    if num_items is not None:
-        divisor = torch.as_tensor(num_items).to(hidden.device, torch.float32, non_blocking=True).reshape(())
+    if isinstance(num_items, Tensor):
+        divisor = num_items.to(hidden.device, torch.float32, non_blocking=True).reshape(())
+    elif num_items is not None:
+        divisor = torch.full((), num_items, dtype=torch.float32, device=hidden.device)
     tokens = labels.numel()
     grad = torch.is_grad_enabled()
     call = _Call(
