@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from acceler8.errors import DtypeError, LabelError, ShapeError
 from acceler8.kernels import check_labels, cross_entropy_, cross_entropy_ref
+from acceler8.kernels._cross_entropy_kernel import cross_entropy_kernel
+from acceler8.kernels._triton import HAVE_TRITON, INTERPRETED
 from tests.kernels.support import DTYPES
 
 pytestmark = [
@@ -180,6 +182,25 @@ def test_offsets_beyond_2_to_the_31():
     torch.testing.assert_close(losses, torch.full_like(losses, math.log(vocabulary)), rtol=1e-6, atol=0)
     assert (x[-1].argmin().item(), x[-1, rows - 1].item()) == (rows - 1, -1.0)
     assert x.sum(dtype=torch.float64).abs().item() < rows * 2**-8
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="needs the triton package, and not its interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run it here")
+@pytest.mark.parametrize(("dtype", "block"), [("bf16", 8192), ("fp16", 8), ("fp32", 1)])
+def test_the_kernel_compiles_for_a_gpu(dtype, block):
+    """The interpreter lets types pass that the compiler does not, such as a variable whose shape changes in a loop."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"logits_ptr": f"*{dtype}", "labels_ptr": "*i64", "loss_ptr": "*fp32"}
+    numbers = dict.fromkeys(("row_stride", "vocabulary", "ignored"), "i32")
+    options = {"SMOOTHING": 0.1, "EVEN": 0.1, "SCALE": 2.0, "CAP": 30.0, "GRADIENT": True, "BLOCK": block}
+    for chosen in (options, {**options, "SMOOTHING": 0.0, "EVEN": 0.0, "CAP": 0.0}):
+        signature = {**pointers, **numbers, **dict.fromkeys(options, "constexpr")}
+        source = ASTSource(cross_entropy_kernel, signature, {(6 + i,): v for i, v in enumerate(chosen.values())})
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": max(1, block // 512)})
+        assert "cubin" in compiled.asm
 
 
 def test_errors_say_what_is_allowed():

@@ -459,6 +459,32 @@ def test_in_ddp(unused):
         assert distance({name.removeprefix("module."): g for name, g in ours.items()}, stock) < 64 * U
 
 
+@pytest.mark.parametrize("first", ["shard", "fuse"])
+@pytest.mark.usefixtures("one_process")
+def test_in_fsdp2(first):
+    from torch.distributed import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    want, stock = gradients(make(), **batch())
+    model = make()
+    if first == "fuse":
+        acceler8.fused_head_loss(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    acceler8.fused_head_loss(model)
+    out = model(**batch())
+    (out.loss * 0.7).backward()
+    assert isinstance(out.logits, DeferredLogits)
+    assert model.head_loss_reasons == ()
+    torch.testing.assert_close(out.loss, want.loss)
+    ours = {n: p.grad.full_tensor().double() for n, p in model.named_parameters()}
+    assert distance(ours, stock) < 64 * U
+    acceler8.fused_head_loss(model, on=False)
+    assert not isinstance(model, FusedHeadLoss)
+
+
 def test_compiled_as_a_whole_it_is_the_authors():
     torch._dynamo.reset()
     model = make()

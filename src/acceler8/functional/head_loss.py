@@ -177,10 +177,11 @@ def head_loss(
     ``reduction`` "mean": over the tokens whose label is not ``ignore_index``, or, with ``num_items`` (a number or a
         tensor [], as Hugging Face's ``num_items_in_batch``), the sum over that.
     ``chunk_tokens`` whose logits are held at a time; None: as many as make 256 MiB, at least 1024.
-    Numerics: logits and their gradient in the GEMMs' dtype, softmax and sums in FP32. Memory: a chunk's logits, and
-        from forward to backward the gradient of hidden in its dtype and that of weight in FP32; none for what is
-        frozen or under ``torch.no_grad()``. Before PyTorch 2.8, and in ``torch.compile``, a chunk's share of a 16-bit
-        weight's gradient is rounded to 16 bit on a GPU before it is added.
+    Numerics: logits and their gradient in the GEMMs' dtype, softmax and sums in FP32. Before PyTorch 2.8, and in
+        ``torch.compile``, a chunk's share of a 16-bit weight's gradient is rounded to 16 bit on a GPU before it is
+        added.
+    Memory: a chunk's logits; from forward to backward the gradient of hidden in its dtype and that of weight in FP32,
+        in backward for a moment also in its own; none for what is frozen or under ``torch.no_grad()``.
     If every label is ignored the mean is NaN and gradients are 0; the same for no tokens. A label outside the
         vocabulary raises on a CPU; on a GPU its row is NaN, and with it the loss.
     Raises: ShapeError, DtypeError, ConfigError; LabelError; DoubleBackwardError for a second derivative.

@@ -60,12 +60,12 @@ def cross_entropy_kernel(  # type: ignore[no-untyped-def]
                 tl.store(row_ptr + cols, nothing, mask=cols < vocabulary)
     else:
         is_label = (label >= 0) & (label < vocabulary)
-        at = tl.where(is_label, label, 0) + tl.arange(0, 1)
-        target, _ = _block(row_ptr, at, vocabulary, SCALE, CAP)
+        at = tl.where(is_label, label, 0).to(tl.int32)
+        target = _block(row_ptr, at + tl.arange(0, 1), vocabulary, SCALE, CAP)[0]
         largest, total, plain = float("-inf"), 0.0, 0.0
         for start in range(0, vocabulary, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            z, _ = _block(row_ptr, cols, vocabulary, SCALE, CAP)
+            z = _block(row_ptr, cols, vocabulary, SCALE, CAP)[0]
             above = tl.maximum(largest, tl.max(z, 0))
             zero = tl.where(above == float("-inf"), 0.0, above)  # so far all are -inf, whose difference is NaN
             total = total * tl.exp(largest - zero) + tl.sum(tl.exp(z - zero), 0)
@@ -82,6 +82,6 @@ def cross_entropy_kernel(  # type: ignore[no-untyped-def]
                 cols = start + tl.arange(0, BLOCK)
                 z, slope = _block(row_ptr, cols, vocabulary, SCALE, CAP)
                 gradient = tl.exp(z - log_sum) - EVEN
-                gradient = tl.where(cols == label, gradient - (1.0 - SMOOTHING), gradient) * slope
+                gradient = tl.where(cols == at, gradient - (1.0 - SMOOTHING), gradient) * slope
                 stored = rounded_to(gradient, row_ptr.dtype.element_ty)
                 tl.store(row_ptr + cols, stored, mask=cols < vocabulary)

@@ -113,7 +113,7 @@ class _StandIn:
         state = model._acceler8_head_loss
         self._original, self._state, self._is_running = model, state, True
         self._loss = cast(Callable[..., Tensor], model.loss_function)
-        self.model = type(model).__new__(type(model))
+        self.model = object.__new__(type(model))  # FSDP2's mixin has a __new__ that constructs
         self._head = cast(nn.Linear, model._modules[state.head])
         modules = {**model._modules, state.head: cast(nn.Module, _Head(self._head, self._on_read))}
         self._before = {**model.__dict__, "_modules": modules, _OWN_LOSS: self._loss_of}
