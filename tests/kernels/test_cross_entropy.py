@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from acceler8.errors import DtypeError, LabelError, ShapeError
 from acceler8.kernels import check_labels, cross_entropy_, cross_entropy_ref
 from acceler8.kernels._cross_entropy_kernel import cross_entropy_kernel
-from acceler8.kernels._triton import HAVE_TRITON, INTERPRETED
+from acceler8.kernels._triton import HAVE_TRITON, INTERPRETED, LAUNCH_OPTIONS
 from tests.kernels.support import DTYPES
 
 pytestmark = [
@@ -199,7 +199,8 @@ def test_the_kernel_compiles_for_a_gpu(dtype, block):
     for chosen in (options, {**options, "SMOOTHING": 0.0, "EVEN": 0.0, "CAP": 0.0}):
         signature = {**pointers, **numbers, **dict.fromkeys(options, "constexpr")}
         source = ASTSource(cross_entropy_kernel, signature, {(6 + i,): v for i, v in enumerate(chosen.values())})
-        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": max(1, block // 512)})
+        settings = {**LAUNCH_OPTIONS, "num_warps": max(1, block // 512)}
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
         assert "cubin" in compiled.asm
 
 
