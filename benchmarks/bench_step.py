@@ -1,9 +1,12 @@
 """A training step of a few Llama-3-8B layers: BF16, and each recipe, in one process on the same data.
 
-    python benchmarks/bench_step.py [--layers 4] [--batch 4] [--length 4096] [--no-fuse] [recipe ...]
+    python benchmarks/bench_step.py [--layers 4] [--batch 4] [--length 4096] [--no-fuse] [--head-loss] [recipe ...]
 
 BF16 parameters, fused AdamW, random tokens, output head in BF16. Prints step time, tokens a second, peak memory, memory
 held between forward and backward, and the loss after the last step (so that a broken recipe is not timed unseen).
+
+With ``--head-loss`` head and loss are one operation (``acceler8.head_loss``), for BF16 too. What is held then has the
+gradients of head and of its input in it; without, the logits, but nothing yet of the loss.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, norm, untied head."""
+    """Embedding, layers, norm, untied head. Gives logits, or with labels the loss without ever holding them."""
 
     def __init__(self, layers: int, width: int = 4096) -> None:
         super().__init__()
@@ -75,16 +78,18 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.norm(x))
+        x = self.norm(x)
+        return self.lm_head(x) if labels is None else acceler8.head_loss(x, self.lm_head.weight, labels)
 
 
 def measure(
-    recipe: str | None, layers: int, batch: int, length: int, fuse: bool, steps: int = 14, warmup: int = 4
-) -> str:
+    recipe: str | None, layers: int, batch: int, length: int, fuse: bool, head_loss: bool, steps: int = 14,
+    warmup: int = 4,
+) -> str:  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Model(layers).bfloat16()
@@ -100,10 +105,10 @@ def measure(
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = torch.cuda.memory_allocated()
         start.record()
-        logits = model(tokens[:, :-1])
+        out = model(tokens[:, :-1], tokens[:, 1:] if head_loss else None)
         held = torch.cuda.memory_allocated() - before
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-        del logits
+        loss = out if head_loss else F.cross_entropy(out.float().flatten(0, 1), tokens[:, 1:].flatten())
+        del out
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -126,14 +131,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="run each layer by itself")
+    parser.add_argument("--head-loss", action="store_true", help="head and loss as one operation")
     args = parser.parse_args()
-    print(f"{args.layers} layers, {args.batch} x {args.length} tokens; {facts()}")
+    head = ", head and loss in one" if args.head_loss else ""
+    print(f"{args.layers} layers, {args.batch} x {args.length} tokens{head}; {facts()}")
     print("| variant | ms/step | tokens/s | peak GiB | GiB held for backward | loss after 14 steps |")
     print("|---|---|---|---|---|---|")
     for recipe in [None, *args.recipes]:
-        print(
-            f"| {recipe or 'BF16'} | {measure(recipe, args.layers, args.batch, args.length, args.fuse)} |", flush=True
-        )
+        row = measure(recipe, args.layers, args.batch, args.length, args.fuse, args.head_loss)
+        print(f"| {recipe or 'BF16'} | {row} |", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 

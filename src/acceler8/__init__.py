@@ -23,6 +23,8 @@ _EXPORTS: dict[str, str] = {
     "convert": "acceler8.conversion",
     "evaluate_in_fp8": "acceler8.conversion",
     "fp8_state_dict": "acceler8.nn",
+    "fused_head_loss": "acceler8.conversion",
+    "head_loss": "acceler8.functional",
     "load_fp8_state_dict": "acceler8.nn",
     "plan": "acceler8.conversion",
     "record_statistics": "acceler8.health",
@@ -36,8 +38,10 @@ _EXPORTS: dict[str, str] = {
 if TYPE_CHECKING:
     from acceler8.accelerator import Accelerator
     from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
+    from acceler8.conversion.head_loss import fused_head_loss
     from acceler8.conversion.plan import Plan, plan
     from acceler8.conversion.verify import verify
+    from acceler8.functional.head_loss import head_loss
     from acceler8.health import record_statistics
     from acceler8.health.selftest import selftest
     from acceler8.nn import fp8_state_dict, load_fp8_state_dict
@@ -63,6 +67,8 @@ __all__ = [
     "convert",
     "evaluate_in_fp8",
     "fp8_state_dict",
+    "fused_head_loss",
+    "head_loss",
     "load_fp8_state_dict",
     "plan",
     "record_statistics",

@@ -18,6 +18,10 @@ class DtypeError(Acceler8Error, ValueError):
     """A tensor has a dtype, or a pair of dtypes, that the operation cannot take."""
 
 
+class LabelError(Acceler8Error, IndexError):
+    """A label is no index into the vocabulary."""
+
+
 class RecipeError(Acceler8Error, ValueError):
     """A recipe, format or granularity is unknown or contradicts itself."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from acceler8 import recipes
 from acceler8.formats import FORMATS, decode
@@ -116,3 +118,18 @@ def sqnr_db(got: Tensor, want: Tensor, dim: int | None = None) -> Tensor:
     """Signal to noise in dB, of the whole or along ``dim``, on the CPU."""
     got, want = got.double().cpu(), want.double().cpu()
     return 10 * torch.log10(want.square().sum(dim) / (got - want).square().sum(dim))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out

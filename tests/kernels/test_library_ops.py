@@ -65,6 +65,14 @@ def test_opcheck_scaled_matmul(a_scales, b_scales, device):
         opcheck(torch.ops.acceler8.scaled_matmul.default, args, TRACED)
 
 
+@on_each_device
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck_cross_entropy(gradient, device):
+    x = make("gaussian", 9, 130, torch.bfloat16).to(device)
+    labels = torch.arange(9, device=device)
+    opcheck(torch.ops.acceler8.cross_entropy_.default, (x, labels, -100, 0.1, 2.0, 30.0, gradient))
+
+
 def product(x: Tensor, w: Tensor, granularity: Granularity, w_granularity: Granularity) -> tuple[Tensor, ...]:
     a, a_cols, packed = quantize(x, E4M3, E5M2, granularity, statistics=True)
     b, _, _ = quantize(w, E4M3, None, w_granularity, pow2=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from acceler8.nn import DeferredLogits
+
 # word -> dtype that autocast computes in; None is full precision. FP8 layers sit in a BF16 model.
 PRECISIONS: dict[str, torch.dtype | None] = {
     "no": None,
@@ -47,10 +49,10 @@ class PreparedForward:
         """Run the forward under autocast."""
         with torch.autocast(self.device_type, self.dtype, **self.options):
             out = self.forward(*args, **kwargs)
-        return tree_map_only(Tensor, _raise_to_fp32, out) if self.raises_outputs else out
+        return tree_map_only((Tensor, DeferredLogits), _raise_to_fp32, out) if self.raises_outputs else out
 
 
-def _raise_to_fp32(t: Tensor) -> Tensor:
+def _raise_to_fp32(t: Tensor | DeferredLogits) -> Tensor | DeferredLogits:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 

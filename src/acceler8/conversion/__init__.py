@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from acceler8.conversion.convert import Attachment, attach, convert, evaluate_in_fp8, restore, step, window
+from acceler8.conversion.head_loss import fused_head_loss
 from acceler8.conversion.plan import Plan, PlanRow, plan
 from acceler8.conversion.verify import VerifyReport, verify
 
@@ -14,6 +15,7 @@ __all__ = [
     "attach",
     "convert",
     "evaluate_in_fp8",
+    "fused_head_loss",
     "plan",
     "restore",
     "step",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from acceler8.functional.head_loss import head_loss
 from acceler8.functional.input_codes import InputCodes
 from acceler8.functional.linear import LinearSlots, linear
 from acceler8.functional.norm import norm
 from acceler8.functional.weight_codes import WeightCodes
 
-__all__ = ["InputCodes", "LinearSlots", "WeightCodes", "linear", "norm"]
+__all__ = ["InputCodes", "LinearSlots", "WeightCodes", "head_loss", "linear", "norm"]

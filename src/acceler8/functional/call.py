@@ -200,7 +200,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise DoubleBackwardError(
-            "a second derivative was asked of an FP8 layer, whose rounding has none; allowed: first"
+            "a second derivative was asked of an FP8 layer or a fused operation, which have none; allowed: first"
             " derivatives; keep the layer in high precision (skip=[...] in the plan) or compute the penalty in"
             " model.eval()"
         )

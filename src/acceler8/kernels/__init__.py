@@ -5,6 +5,7 @@ from __future__ import annotations
 from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
 from acceler8.kernels.concatenated import quantize_concatenated
+from acceler8.kernels.cross_entropy import check_labels, cross_entropy_, cross_entropy_ref
 from acceler8.kernels.dequantize import dequantize
 from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward, gated_backward_ref, gated_ref
 from acceler8.kernels.norm import Normed, norm_backward, norm_backward_ref, norm_forward, norm_ref
@@ -25,8 +26,11 @@ __all__ = [
     "Normed",
     "Quantized",
     "amax_ref",
+    "check_labels",
     "check_operands",
     "compute_amax",
+    "cross_entropy_",
+    "cross_entropy_ref",
     "dequantize",
     "gated",
     "gated_backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acceler8.nn.deferred_logits import DeferredLogits
 from acceler8.nn.gated_mlp import (
     FusedGatedMLP,
     GatedMLPState,
@@ -12,6 +13,7 @@ from acceler8.nn.gated_mlp import (
     unfuse,
 )
 from acceler8.nn.group import LinearGroup
+from acceler8.nn.head_loss import FusedHeadLoss, HeadLossState, fused_heads
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
@@ -25,10 +27,13 @@ from acceler8.nn.model_state import (
 from acceler8.nn.norm import FusedNorm, NormKind, NormState, fuse_norm, fused_norms, unfuse_norm
 
 __all__ = [
+    "DeferredLogits",
     "Fp8Linear",
     "FusedGatedMLP",
+    "FusedHeadLoss",
     "FusedNorm",
     "GatedMLPState",
+    "HeadLossState",
     "LayerState",
     "LinearGroup",
     "ModelState",
@@ -40,6 +45,7 @@ __all__ = [
     "fp8_state_dict",
     "fuse",
     "fuse_norm",
+    "fused_heads",
     "fused_mlps",
     "fused_norms",
     "load_fp8_state_dict",
