@@ -19,10 +19,12 @@ from acceler8.formats import E4M3, E5M2, Format
 from acceler8.kernels import (
     ACTIVATIONS,
     Quantized,
+    dequantize,
     gated,
     gated_backward,
     gated_backward_ref,
     gated_ref,
+    quantize,
     quantize_ref,
 )
 from acceler8.kernels._triton import INTERPRETED
@@ -428,6 +430,28 @@ def test_wide_rows_and_many_tiles_on_a_gpu(activation):
             sources = (own, own.t(), act.t())
             for q, source, fmt in zip(got, sources, (E4M3, E5M2, E4M3), strict=False):
                 of(q, source.cpu(), fmt, (rows, features, str(granularity)))
+
+
+@on_each_device
+@pytest.mark.parametrize("granularity", [ROWWISE, TENSORWISE, BLOCK_1x128], ids=str)
+def test_backward_reads_what_was_kept_in_fp8(granularity, device):
+    """The codes of the dequantised tensor, bit for bit, whether they are read in the kernel (F a multiple of 128) or
+    dequantised before it.
+    """
+    for i, (rows, features) in enumerate([(40, 128), (33, 256)] + ([] if granularity is BLOCK_1x128 else [(70, 96)])):
+        for dtype in (torch.bfloat16, torch.float32):
+            g = torch.Generator().manual_seed(i)
+            x, d = (torch.randn(rows, n, generator=g).to(dtype).to(device) for n in (2 * features, features))
+            x[1, ::3] *= 1e3  # blocks of a row have scales of their own
+            kept, _, _ = quantize(x, E4M3, None, BLOCK_1x128)
+            there = dequantize(kept, 2 * features, dtype)
+            options = {"kept_dtype": dtype, "high_precision": True}
+            got = gated_backward(d, kept, "silu", E4M3, E4M3, E4M3, granularity, **options)
+            want = gated_backward(d, there, "silu", E4M3, E4M3, E4M3, granularity, **options)
+            for a, b in zip(got[:3], want[:3], strict=True):
+                assert_same(a, b.codes.cpu(), b.scale_inv.cpu(), (rows, features, dtype))
+            assert got[3].dtype is dtype
+            assert torch.equal(got[3], want[3])
 
 
 @pytest.mark.requires(sm=90)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from acceler8.functional.call import PLAIN, Call, LinearSlots, once_only
-from acceler8.functional.kept_input import compress, expand
+from acceler8.functional.kept_input import compress
 from acceler8.functional.linears import rows_of
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import ACTIVATIONS, Quantized, gated, gated_backward
+from acceler8.kernels import ACTIVATIONS, Quantized, dequantize, gated, gated_backward
 from acceler8.recipes import Operand, Recipe
 from acceler8.scaling import BLOCK_1x128, MX_1x32
 
@@ -79,8 +79,9 @@ class _GatedMLP(torch.autograd.Function):
         dgrad, wgrad = wide.recipe.dgrad, wide.recipe.wgrad
         dx = dgate = dup = ddown = None
         with torch.no_grad():
+            width, kept_dtype = ctx.of_gate_up
             if of_codes is not None:
-                gate_up = expand(gate_up, of_codes, *ctx.of_gate_up)
+                gate_up = Quantized(gate_up, of_codes, BLOCK_1x128)
             dy = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
             dy_rows, dy_kept = narrow.cast(
                 "dy", dy, dgrad.a if down is not None else PLAIN, wgrad.a if narrow.needs_dw else PLAIN
@@ -89,9 +90,10 @@ class _GatedMLP(torch.autograd.Function):
             if down is not None:
                 d_act = narrow.multiply(dgrad, dy_rows, narrow.weight(down, "cols", dgrad.b))
                 del dy_rows
-                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, ctx.activation, wide, narrow)
+                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, kept_dtype, ctx.activation, wide, narrow)
                 del d_act
             elif narrow.needs_dw:
+                gate_up = dequantize(gate_up, width, kept_dtype) if of_codes is not None else gate_up
                 _, act_kept, _ = _activate(gate_up, ctx.activation, PLAIN, wgrad.b, narrow)
             if narrow.needs_dw:
                 ddown = _as(narrow.multiply(wgrad, dy_kept, act_kept), narrow.w_dtype)
@@ -102,7 +104,7 @@ class _GatedMLP(torch.autograd.Function):
             if wide.needs_dw:
                 assert d_kept is not None
                 x_kept = ctx.kept.codes(tuple(tensors), wide)
-                parts = (d_kept,) if ctx.is_one else rows_of(d_kept, [ctx.of_gate_up[0] // 2] * 2)
+                parts = (d_kept,) if ctx.is_one else rows_of(d_kept, [width // 2] * 2)
                 dgate, dup, *_ = *(_as(wide.multiply(wgrad, part, x_kept), wide.w_dtype) for part in parts), None
         return *once_only(dx, dgate, dup, ddown), None, None, None
 
@@ -134,7 +136,7 @@ def _activate(
 
 
 def _differentiate(
-    d_act: Tensor, gate_up: Tensor, activation: str, wide: Call, narrow: Call
+    d_act: Tensor, gate_up: Tensor | Quantized, kept_dtype: torch.dtype, activation: str, wide: Call, narrow: Call
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """Gradient of gate and up in FP8, for dgrad and for wgrad, and the activation for the wgrad of down."""
     dgrad, wgrad = wide.recipe.dgrad, wide.recipe.wgrad
@@ -154,6 +156,7 @@ def _differentiate(
         staging=staging,
         act_amax=act_amax,
         act_staging=act_staging,
+        kept_dtype=kept_dtype,
     )
     return rows, cols, act
 

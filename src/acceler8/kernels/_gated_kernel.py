@@ -14,6 +14,7 @@ from acceler8.kernels._triton import (
     INTERPRETED,
     as_fp32,
     constexpr,
+    decode_e4m3,
     encode,
     hidden,
     jit,
@@ -161,21 +162,44 @@ def gated_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _load_backward(  # type: ignore[no-untyped-def]
-    d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND: tl.constexpr,
+def _load_kept(  # type: ignore[no-untyped-def]
+    codes_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
-    """``(d_act, up, f(gate), f'(gate))`` of a tile; zeros outside."""
+    """A tile of E4M3 codes with a scale for 128 elements of a row, all of whose columns lie in ``block``: what
+    ``dequantize`` gives in the dtype KEPT, in FP32.
+    """
+    codes = tl.load(codes_ptr + rows[:, None] * width + cols[None, :], mask=inside, other=0)
+    inv = tl.load(inv_ptr + rows * (width // 128) + block, mask=rows < row_count, other=0.0)
+    return as_fp32(rounded_to(decode_e4m3(codes, HARDWARE) * inv[:, None], KEPT))
+
+
+@jit
+def _load_backward(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features, inside,
+    KIND: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """``(d_act, up, f(gate), f'(gate))`` of a tile; zeros outside. ``x`` is what ``dequantize`` would give of codes in
+    the dtype KEPT, unless that is None.
+    """
     d = as_fp32(tl.load(d_ptr + rows[:, None] * d_row_stride + cols[None, :] * d_col_stride, mask=inside, other=0.0))
-    up, value, slope = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    if KEPT is None:
+        up, value, slope = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    else:
+        block, width = first_col // 128, 2 * features
+        gate = _load_kept(x_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT, HARDWARE)
+        block, cols = (first_col + features) // 128, cols + features
+        up = _load_kept(x_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT, HARDWARE)
+        value, slope = _activate(gate, KIND)
     return d, up, value, slope
 
 
 @jit
 def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
-    d_ptr, x_ptr, known_ptr, act_known_ptr, out_ptr, row_count, features, d_row_stride, d_col_stride, row_stride,
-    cols_at, act_at,
+    d_ptr, x_ptr, inv_ptr, known_ptr, act_known_ptr, out_ptr, row_count, features, d_row_stride, d_col_stride,
+    row_stride, cols_at, act_at,
     KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ACT_TENSOR: tl.constexpr, ACT_COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr, TILE: tl.constexpr,
+    ACT_TENSOR: tl.constexpr, ACT_COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr, KEPT: tl.constexpr,
+    HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes into ``out``, which holds zeros: of ``d_gate_up`` its own or those of its rows, from ``cols_at`` on those
     of its 2F columns; from ``act_at`` on of ``act`` its own or those of its columns. Returns if all are known.
@@ -186,7 +210,8 @@ def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
     rows, cols = tile_offsets(first_row, first_col, TILE)
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
     d, up, value, slope = _load_backward(
-        d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND
+        d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
+        inside, KIND, KEPT, HARDWARE,
     )  # fmt: skip
     of_gate = magnitude_bits(d * up * slope)
     of_up = magnitude_bits(d * value)
@@ -228,14 +253,14 @@ def _store_half(  # type: ignore[no-untyped-def]
 
 @jit
 def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
-    d_ptr, x_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
+    d_ptr, x_ptr, inv_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
     row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
     row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    DELAYED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``d_gate``, ``d_up`` and ``act`` a program, one after the other; three tiles read, up to five or seven
     written. From the last to the first, as ``quantize_tiles_kernel``.
@@ -245,7 +270,8 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
     d, up, value, slope = _load_backward(
-        d_ptr, x_ptr, rows, cols, d_row_stride, d_col_stride, row_stride, features, inside, KIND
+        d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
+        inside, KIND, KEPT, HARDWARE,
     )  # fmt: skip
     _store_half(
         d * up * slope, rows, cols, inside, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,

@@ -112,18 +112,20 @@ def gated_backward_triton(
     high_precision: bool,
     delayed: Delayed | None = None,
     act_delayed: Delayed | None = None,
+    kept: tuple[Tensor, torch.dtype] | None = None,
 ) -> list[Tensor]:
     """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and columns of d_gate_up, of columns of act,
     then d_gate_up, as asked.
 
-    As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's.
+    As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's. With ``kept``
+    ``gate_up`` is E4M3 codes, whose scales for 128 elements of a row and dtype these are; F is a multiple of 128 then.
     """
     device = gate_up.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return gated_backward_triton(
                 d_act, gate_up, activation, rows, cols, act_cols, granularity, pow2, margin, high_precision, delayed,
-                act_delayed,
+                act_delayed, kept,
             )  # fmt: skip
     # what is not asked for is neither read nor staged, so either pair may stand for the other
     first, second = delayed or act_delayed, act_delayed or delayed
@@ -131,28 +133,30 @@ def gated_backward_triton(
         "backward", gate_up.shape, gate_up.stride(), gate_up.dtype, device, alignment(gate_up),
         d_act.stride(), d_act.dtype, alignment(d_act), activation, rows, cols, act_cols, granularity, pow2, margin,
         high_precision, _alignments(first), _alignments(second),
+        None if kept is None else (alignment(kept[0]), kept[1]),
     )  # fmt: skip
     plan = _plans.get(
         key,
         lambda: _plan_backward(
             d_act, gate_up, activation, (FORMATS.get(rows), FORMATS.get(cols), FORMATS.get(act_cols)),
-            GRANULARITIES[granularity], pow2, margin, high_precision, first, second,
+            GRANULARITIES[granularity], pow2, margin, high_precision, first, second, kept,
         ),
     )  # fmt: skip
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
     stream, at_d, at_x = stream_of(device), address(d_act), address(gate_up)
+    at_inv = at_x if kept is None else address(kept[0])
     at = [at_x, *map(address, out)]
-    found = kept = at_x
+    found = memory = at_x
     known = staged = act_known = act_staged = at_x
     if first is not None and second is not None:
         known, staged, act_known, act_staged = (address(t.view(torch.int32)) for t in (*first, *second))
     if plan.find_amax is not None:
-        found, kept = zeros(plan.amax_count, gate_up, device, stream)
-        plan.find_amax(stream, at_d, at_x, known, act_known, found)
+        found, memory = zeros(plan.amax_count, gate_up, device, stream)
+        plan.find_amax(stream, at_d, at_x, at_inv, known, act_known, found)
     if plan.find_scales is not None:
         plan.find_scales(stream, found, *(at[i] for i in plan.places[1:6:2]))
-    plan.cast(stream, at_d, at_x, found, known, staged, act_known, act_staged, *(at[i] for i in plan.places))
-    del kept
+    plan.cast(stream, at_d, at_x, at_inv, found, known, staged, act_known, act_staged, *(at[i] for i in plan.places))
+    del memory
     return out
 
 
@@ -271,13 +275,21 @@ def _plan_backward(
     high_precision: bool,
     delayed: Delayed | None,
     act_delayed: Delayed | None,
+    kept: tuple[Tensor, torch.dtype] | None,
 ) -> _Plan:
     rows, cols, act_cols = formats
+    inv: Tensor | torch.dtype = torch.float32
+    high_dtype, kept_as = x.dtype, None
+    if kept is not None:
+        inv, high_dtype = kept
+        kept_as = _triton.type_of(high_dtype)
+    codes = x if kept is None else x.view(torch.uint8)
+    hardware = _triton.has_fp8_conversion(x.device)
     row_count, features = d_act.shape
     outputs, places = _lay_out(
         [(rows, row_count, 2 * features), (cols, 2 * features, row_count), (act_cols, features, row_count)],
         granularity,
-        ((row_count, 2 * features), x.dtype) if high_precision else None,
+        ((row_count, 2 * features), high_dtype) if high_precision else None,
     )
     by_row = granularity is ROWWISE
     has_d = rows is not None or cols is not None
@@ -293,15 +305,15 @@ def _plan_backward(
         gated_backward_tiles_kernel,
         programs,
         (
-            d_act, x, torch.int32, *_pointers(delayed), *_pointers(act_delayed),
-            *(torch.uint8, torch.float32) * 3, x.dtype,
+            d_act, codes, inv, torch.int32, *_pointers(delayed), *_pointers(act_delayed),
+            *(torch.uint8, torch.float32) * 3, high_dtype,
         ),
         (
             row_count, features, *strides, cols_at, act_at, row_count + -row_count % granularity.contraction_multiple,
             activation, rows is not None, cols is not None, act_cols is not None, high_precision,
             *(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked),
-            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None,
-            _triton.has_fp8_conversion(x.device), tile, by_row,
+            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None, kept_as, hardware, tile,
+            by_row,
         ),
         warps,
     )  # fmt: skip
@@ -310,11 +322,12 @@ def _plan_backward(
     find_amax = Launch(
         gated_backward_amax_kernel,
         _triton.tiles(row_count, features, _AMAX_TILE),
-        (d_act, x, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
+        (d_act, codes, inv, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
         (
             row_count, features, *strides, cols_at, act_at, activation,
             has_d and not by_row, by_row and rows is not None, by_row and cols is not None,
-            act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, _AMAX_TILE,
+            act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, kept_as,
+            hardware, _AMAX_TILE,
         ),
         _AMAX_WARPS,
     )  # fmt: skip
@@ -324,7 +337,7 @@ def _plan_backward(
     find_scales = Launch(
         scales_kernel,
         -(-count // _SCALES),
-        (torch.int32, *[torch.float32 if place else x.dtype for place in places[1:6:2]]),
+        (torch.int32, *[torch.float32 if place else codes.dtype for place in places[1:6:2]]),
         (cols_at, act_at, count, *(fmt.max * 2.0**-margin for fmt in asked), pow2, _SCALES),
         4,
     )  # fmt: skip

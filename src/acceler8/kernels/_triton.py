@@ -60,6 +60,11 @@ def has_fp8_conversion(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def type_of(dtype: torch.dtype) -> Any:
+    """Triton's name of bf16, fp16 or fp32."""
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
 def tiles(rows: int, cols: int, tile: int) -> int:
     """Number of programs that cover ``[rows, cols]``, one tile of ``tile x tile`` each."""
     return -(-rows // tile) * -(-cols // tile)
@@ -171,6 +176,19 @@ def round_to_format(y, E5M2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ign
         code = tl.where(magnitude >= ((127 + 1 - BIAS) << 23), normal_code, subnormal_code)
         codes = tl.where(magnitude > 0x7F800000, 0x7F, code | ((sign >> 24) & 0x80)).to(tl.uint8)
     return codes
+
+
+@jit
+def decode_e4m3(codes, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """E4M3 codes in FP32, exact."""
+    if HARDWARE:
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:  # exponent and mantissa at their place in FP32; the bias, and subnormal numbers, by a multiplication
+        bits = codes.to(tl.int32)
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+        value = tl.where(bits > 127, -magnitude, magnitude)
+    return value
 
 
 @jit

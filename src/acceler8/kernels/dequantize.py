@@ -15,24 +15,11 @@ from acceler8.formats import E4M3
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of
 from acceler8.kernels._library import library, may_go_direct
-from acceler8.kernels._triton import hidden, jit, rounded_to, tl
+from acceler8.kernels._triton import decode_e4m3, hidden, jit, rounded_to, tl
 from acceler8.kernels.operand import Quantized
 from acceler8.scaling import BLOCK_1x128
 
 _ROWS, _BLOCK, _WARPS = 32, 128, 4
-
-
-@jit
-def _decode(codes, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """E4M3 codes in FP32, exact."""
-    if HARDWARE:
-        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:  # exponent and mantissa at their place in FP32; the bias, and subnormal numbers, by a multiplication
-        bits = codes.to(tl.int32)
-        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-        value = tl.where(bits > 127, -magnitude, magnitude)
-    return value
 
 
 @jit
@@ -49,7 +36,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     codes = tl.load(codes_ptr + rows[:, None] * width + cols[None, :], mask=inside, other=0)
     inv = tl.load(inv_ptr + rows * blocks + block, mask=rows < row_count, other=0.0)
-    x = _decode(codes, HARDWARE) * inv[:, None]
+    x = decode_e4m3(codes, HARDWARE) * inv[:, None]
     tl.store(out_ptr + rows[:, None] * col_count + cols[None, :], rounded_to(x, out_ptr.dtype.element_ty), mask=inside)
 
 

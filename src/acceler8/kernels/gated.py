@@ -24,6 +24,7 @@ from acceler8.formats import FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._gated_launch import Delayed, gated_backward_triton, gated_triton
 from acceler8.kernels._library import library, may_go_direct
+from acceler8.kernels.dequantize import dequantize
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.quantize import cast_fake, cast_ref
 from acceler8.scaling import GRANULARITIES, TENSORWISE, Granularity
@@ -267,7 +268,7 @@ def gated(
 
 def gated_backward(
     d_act: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | Quantized,
     activation: str,
     d_rows: Format | None,
     d_cols: Format | None,
@@ -281,12 +282,15 @@ def gated_backward(
     act_amax: Tensor | None = None,
     act_staging: Tensor | None = None,
     high_precision: bool = False,
+    kept_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Tensor | None]:
     """``d_gate_up = [d_act * up * f'(gate), d_act * f(gate)]`` in FP8, and ``act`` again for the next wgrad.
 
     Shape: d_act [M, F] any strides, gate_up [M, 2F] contiguous along its rows, bf16, fp16 or fp32 each -> codes
         [M, 2F] for ``d_rows``, [2F, M'] for ``d_cols``, codes of act [F, M'] for ``act_cols``, and d_gate_up [M, 2F] in
         gate_up's dtype if ``high_precision``; None for what was not asked.
+    ``gate_up`` may be E4M3 codes with scales of 1x128: then the numbers are those of ``dequantize(gate_up, 2F,
+    kept_dtype)``, read from the codes where F is a multiple of 128.
     Scales: those of the whole d_gate_up: a row's amax, and the tensor's, run over both halves. Delayed scaling with
         ``amax`` and ``staging`` for d_gate_up, ``act_amax`` and ``act_staging`` for act: as ``quantize``, for each
         whose codes are asked, or for none.
@@ -295,7 +299,15 @@ def gated_backward(
     Raises: ShapeError if F is not a multiple of ``granularity.contraction_multiple`` (the halves would share a group or
         filler), and as ``gated``; DtypeError; RecipeError.
     """
-    _check_gate_up("gated_backward", gate_up, activation)
+    kept = None
+    if isinstance(gate_up, Quantized):
+        codes, inv, _ = gate_up
+        can_read = not d_act.shape[1] % 128 and may_go_direct(codes) and may_go_direct(d_act)
+        if can_read and _triton.runs_on(codes) and codes.numel():
+            gate_up, kept = codes, (inv, kept_dtype)
+        else:
+            gate_up = dequantize(gate_up, 2 * d_act.shape[1], kept_dtype)
+    _check_gate_up("gated_backward", gate_up, activation, kept is not None)
     _check_d_act(d_act, gate_up, granularity)
     if d_rows is None and d_cols is None and act_cols is None and not high_precision:
         raise DtypeError(
@@ -313,8 +325,9 @@ def gated_backward(
     out: list[Tensor] | tuple[Tensor, ...]
     if may_go_direct(gate_up) and may_go_direct(d_act) and _triton.runs_on(gate_up) and gate_up.numel():
         out = gated_backward_triton(
-            d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision, delayed, act_delayed
-        )
+            d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision, delayed, act_delayed,
+            kept,
+        )  # fmt: skip
     elif delayed is not None or act_delayed is not None:
         unused = gate_up.new_zeros(1, dtype=torch.float32), gate_up.new_zeros(1, dtype=torch.float32)
         placed = torch.ops.acceler8.gated_backward_delayed.default(
@@ -327,10 +340,10 @@ def gated_backward(
             d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision
         )
     left = iter(out)
-    codes = [
+    made = [
         None if fmt is None else Quantized(next(left), next(left), granularity) for fmt in (d_rows, d_cols, act_cols)
     ]
-    return codes[0], codes[1], codes[2], out[-1] if high_precision else None
+    return made[0], made[1], made[2], out[-1] if high_precision else None
 
 
 def _name_of(fmt: Format | None) -> str:
@@ -354,7 +367,7 @@ def _pair(op: str, amax: Tensor | None, staging: Tensor | None, granularity: Gra
     return amax, staging
 
 
-def _check_gate_up(op: str, gate_up: Tensor, activation: str) -> None:
+def _check_gate_up(op: str, gate_up: Tensor, activation: str, is_kept: bool = False) -> None:
     if activation not in ACTIVATIONS:
         raise RecipeError(f"{op} got activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
@@ -362,7 +375,7 @@ def _check_gate_up(op: str, gate_up: Tensor, activation: str) -> None:
             f"{op} got gate_up {tuple(gate_up.shape)}; allowed: [M, 2F], gate left and up right; flatten batch"
             " dimensions first"
         )
-    if gate_up.dtype not in _INPUT_DTYPES:
+    if gate_up.dtype not in _INPUT_DTYPES and not is_kept:
         raise DtypeError(f"{op} got gate_up in {gate_up.dtype}; allowed: bfloat16, float16, float32; cast it first")
     if gate_up.stride(1) != 1:
         raise ShapeError(
