@@ -16,7 +16,7 @@ from acceler8 import Accelerator, recipes
 from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.errors import CheckpointError, ConfigError
-from acceler8.nn import fp8_layers
+from acceler8.nn import fp8_layers, fp8_state_dict
 from acceler8.utils import NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
@@ -148,6 +148,17 @@ def test_a_resume_says_in_what_a_recipe_of_the_same_name_differs(tmp_path):
     )
 
 
+def test_a_resume_says_that_something_else_is_kept_for_backward(tmp_path):
+    first = Run(0, recipe=recipes.get("delayed", save_for_backward="bf16"))
+    first.train(2)
+    first.save(tmp_path / "c")
+    second = Run(1)
+    assert second.load(tmp_path / "c").reset == (
+        "Sequential: recipe was delayed, now delayed with other settings: save_for_backward was 'bf16', now 'fp8'",
+    )
+    assert_same(fp8_state_dict(second.model), fp8_state_dict(first.model))  # the histories go on all the same
+
+
 def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
     run = Run(0)
     folder = run.save(tmp_path / "c")
@@ -157,6 +168,7 @@ def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
         state["format_version"] = 1
         for part in state["models"][0]["fp8"]:
             del part["fp8_steps"], part["fp8_last_layers"]
+            del part["recipe"]["save_for_backward"]
 
     edit(folder, "acceler8_state.json", earlier)
     handler = NativeRecipeKwargs(recipe="delayed", fp8_steps="9:")

@@ -64,6 +64,7 @@ OTHERS = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "opt_l
 NATIVE = {
     "recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True, "fp8_steps": "5:900",
     "fp8_last_layers": "0:4,1000:8,2000:all", "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
+    "save_for_backward": "fp8_compressed",
 }  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def test_every_setting_of_every_recipe_reaches_a_launched_script(tmp_path, route
     patterns = dict(got["native"]["layers"])
     assert [*patterns] == ["*.mlp.*", "layers.1", "*"]
     assert patterns["*.mlp.*"]["name"] == "tensorwise"
+    assert patterns["*.mlp.*"]["save_for_backward"] == patterns["*"]["save_for_backward"] == "fp8_compressed"
     assert patterns["layers.1"] is None
     native = patterns["*"]
     assert (native["name"], native["skip"], native["pow2_scales"], native["eval"]) == (

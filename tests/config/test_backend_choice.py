@@ -150,15 +150,33 @@ def test_every_setting_reaches_the_recipe() -> None:
             ACCELERATE_FP8_SKIP="a,b",
             ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL="yes",
             ACCELERATE_FP8_POW2_SCALES="on",
+            ACCELERATE_FP8_SAVE_FOR_BACKWARD="FP8_COMPRESSED",
         )
     )
     scaling = DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=2, interval=3)
     expected = recipes.get("delayed", formats="E4M3", eval="fp8", skip=("a", "b"), pow2_scales=True)
-    assert recipe == expected.replace(scaling=scaling).with_gemms(wgrad=False)
+    expected = expected.replace(scaling=scaling, save_for_backward="fp8_compressed")
+    assert recipe == expected.with_gemms(wgrad=False)
     assert recipe_of(flags()) == recipes.get("rowwise")
 
 
 # --- agreement
+
+
+def test_what_is_kept_for_backward_contradicts_a_recipe() -> None:
+    contradiction = flags("--fp8_recipe=activations_only", "--fp8_save_for_backward=bf16", "--mixed_precision=fp8")
+    with pytest.raises(
+        ConfigError, match=r"save_for_backward bf16 \(flag --fp8_save_for_backward\): .*allowed: fp8, fp8_compressed"
+    ):
+        check(contradiction)
+    assert check(flags("--fp8_save_for_backward=bf16", "--mixed_precision=fp8")) == []
+    with pytest.raises(ConfigError, match="with recipe 'activations_only'"):
+        check(
+            flags(
+                *("--fp8_layer_recipes=*.mlp.*=activations_only", "--fp8_save_for_backward=bf16"),
+                "--mixed_precision=fp8",
+            )
+        )
 
 
 def test_one_route_that_contradicts_itself_is_an_error(tmp_path) -> None:

@@ -235,12 +235,14 @@ def test_settings_reach_the_recipe() -> None:
         use_autocast_during_eval=True,
         skip=["lm_head", "layers.0.*"],
         pow2_scales=True,
+        save_for_backward="FP8_Compressed",
     )
     recipe = handler.to_recipe()
     assert recipe.scaling == DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=2, interval=3)
     assert recipe.fp8_gemms == ("fprop", "dgrad")
     assert (recipe.eval, recipe.skip, recipe.pow2_scales) == ("fp8", ("lm_head", "layers.0.*"), True)
     assert recipe.dgrad.a.format.name == "E4M3"
+    assert recipe.save_for_backward == "fp8_compressed"
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -264,6 +266,8 @@ def test_delayed_defaults_are_those_of_the_scaling() -> None:
         recipes.get("rowwise").with_gemms(wgrad=False),
         recipes.get("tensorwise").with_gemms(fprop=False, dgrad=False),
         recipes.get("activations_only", formats="E5M2"),
+        recipes.get("rowwise", save_for_backward="bf16"),
+        recipes.get("activations_only", save_for_backward="fp8_compressed"),
     ],
     ids=str,
 )

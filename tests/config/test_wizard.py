@@ -20,6 +20,7 @@ class Scripted:
         self.asked: list[str] = []
         self.helps: list[str] = []
         self.said: list[str] = []
+        self.words: dict[str, tuple[str, ...]] = {}
 
     def _answer(self, question: str, help: str, default: Any) -> Any:
         self.asked.append(question)
@@ -27,6 +28,7 @@ class Scripted:
         return next((answer for start, answer in self.answers.items() if question.startswith(start)), default)
 
     def choose(self, question: str, help: str, words: tuple[str, ...], default: str) -> str:
+        self.words[question] = words
         answer = self._answer(question, help, default)
         assert answer in words, (question, answer, words)
         assert default in words
@@ -94,6 +96,7 @@ TE = {
                 "recipe": "rowwise",
                 "use_autocast_during_eval": False,
                 "override_linear_precision": (False, False, False),
+                "save_for_backward": "fp8",
             },
         ),
     ],
@@ -121,6 +124,19 @@ def test_the_delayed_recipe_is_asked_about_its_history():
     assert effective["fp8_config.skip"] == ("lm_head", "*.gate")
     assert effective["fp8_config.fp8_format"] == "HYBRID"
     assert check(effective) == []
+
+
+def test_what_is_kept_for_backward_is_asked_as_the_recipe_allows():
+    question = "What stays of activations"
+    _, effective = run(FP8 | {question: "bf16"})
+    assert effective["fp8_config.save_for_backward"] == "bf16"
+    assert check(effective) == []
+    for answer in ("fp8", "fp8_compressed"):
+        _, effective = run(FP8 | {"Which recipe?": "activations_only", question: answer})
+        assert effective["fp8_config.save_for_backward"] == answer
+        assert check(effective) == []
+    prompter, _ = run(FP8 | {"Which recipe?": "activations_only"})
+    assert prompter.words[ENTRIES["fp8_config.save_for_backward"].setting.ask] == ("fp8", "fp8_compressed")
 
 
 SCHEDULE = FP8 | {"Turn FP8 on by a schedule?": True}

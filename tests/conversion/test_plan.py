@@ -14,6 +14,7 @@ import acceler8
 from acceler8 import recipes
 from acceler8.conversion import Plan
 from acceler8.errors import PlanError, RecipeError
+from acceler8.nn import fp8_layers
 from tests.models import RECIPES, Mlp
 
 
@@ -430,3 +431,56 @@ def test_one_module_under_two_names_is_one_layer():
     layer = torch.nn.Linear(32, 32)
     plan = acceler8.plan(torch.nn.Sequential(layer, torch.nn.ReLU(), layer))
     assert plan.fp8_names == ("0",)
+
+
+# ----------------------------------------------------------------------------------------- what is kept for backward
+
+
+def test_what_is_kept_for_backward_is_the_plans_before_the_recipes():
+    model = llama()
+    assert "kept for backward" not in str(acceler8.plan(model))
+    plan = acceler8.plan(model, recipes.get("rowwise", save_for_backward="fp8"), save_for_backward="fp8_compressed")
+    assert plan.recipe == recipes.get("rowwise", save_for_backward="fp8_compressed")
+    assert "kept for backward: inputs of norms and gated activations in FP8 (1x128)" in str(plan)
+    assert plan.warnings == ()
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert "kept for backward: inputs as they are" in str(acceler8.plan(model, save_for_backward="bf16"))
+    converted = acceler8.convert(llama(), save_for_backward="bf16")
+    layers = [layer for _, layer in fp8_layers(converted)]
+    assert {layer._acceler8_layer.recipe.save_for_backward for layer in layers} == {"bf16"}
+
+
+def test_what_is_kept_for_backward_of_recipes_by_pattern():
+    mapping = {"*.mlp.*": "tensorwise", "model.layers.0": None, "*": recipes.get("rowwise", save_for_backward="bf16")}
+    plan = acceler8.plan(llama(), mapping)
+    assert [n for n in plan.notes if "kept" in n] == [
+        "rowwise: kept for backward: inputs as they are, cast again for wgrad"
+    ]
+    plan = acceler8.plan(llama(), mapping, save_for_backward="fp8_compressed")
+    assert [own and own.save_for_backward for _, own in plan.recipe.patterns] == [
+        "fp8_compressed",
+        None,
+        "fp8_compressed",
+    ]
+    assert sum("kept for backward: inputs of norms" in note for note in plan.notes) == 2
+
+
+def test_what_cannot_be_kept_for_backward():
+    with pytest.raises(RecipeError, match="unknown save_for_backward 'fp16'"):
+        acceler8.plan(Mlp(), save_for_backward="fp16")
+    with pytest.raises(RecipeError, match="save_for_backward='bf16' with recipe 'activations_only'"):
+        acceler8.plan(Mlp(), "activations_only", save_for_backward="bf16")
+    with pytest.raises(RecipeError, match=r"pattern 'up': save_for_backward='bf16' with recipe 'activations_only'"):
+        acceler8.plan(Mlp(), {"up": "activations_only", "*": "rowwise"}, save_for_backward="bf16")
+    model = Mlp()
+    with pytest.raises(PlanError, match="convert got save_for_backward beside a Plan"):
+        acceler8.convert(model, acceler8.plan(model), save_for_backward="bf16")
+
+
+def test_a_policy_that_keeps_no_less_is_warned_of():
+    warning = "save_for_backward fp8_compressed keeps no less than fp8 here"
+    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    assert any(warning in w for w in acceler8.plan(plain, save_for_backward="fp8_compressed").warnings)
+    assert any(warning in w for w in acceler8.plan(llama(), save_for_backward="fp8_compressed", fuse=False).warnings)
+    assert not any(warning in w for w in acceler8.plan(plain, save_for_backward="bf16").warnings)
+    assert acceler8.plan(Mlp(), save_for_backward="fp8_compressed").warnings == ()  # it has a norm

@@ -20,6 +20,7 @@ PLAIN = Operand()
 VARIANTS = [
     *(recipes.get(name) for name in recipes.names()),
     recipes.get("rowwise", formats="E5M2", skip=("lm_head",), eval="fp8", pow2_scales=True),
+    recipes.get("blockwise", save_for_backward="bf16"),
     recipes.get("delayed", amax_history_len=3, margin=-1),
     recipes.get("blockwise").with_gemms(dgrad=False),
 ]
@@ -76,6 +77,14 @@ CONTRADICTIONS = [
     ({"skip": "lm_head"}, r"skip='lm_head'; allowed: a tuple of layer names; write skip=\('lm_head',\)"),
     ({"skip": (1,)}, r"skip=\(1,\); allowed: a tuple of layer names"),
     ({"pow2_scales": "yes"}, "pow2_scales='yes'; allowed: True, False"),
+    (
+        {"save_for_backward": "fp16"},
+        "unknown save_for_backward 'fp16'; did you mean .*valid: bf16, fp8, fp8_compressed",
+    ),
+    (
+        {"save_for_backward": "bf16", "wgrad": Gemm(a=PLAIN, b=ROW)},
+        "save_for_backward='bf16' with recipe 'mine', whose wgrad reads x from FP8 in high precision; allowed: fp8,",
+    ),
     (
         {"wgrad": Gemm(a=Operand(format=E5M2, granularity=ROWWISE), b=Operand(format=E5M2, granularity=ROWWISE))},
         "wgrad got E5M2 x E5M2, which no GPU multiplies; give one operand E4M3",
@@ -168,7 +177,7 @@ def test_json_that_is_no_recipe(path, value, message):
 
 def test_optional_keys_have_their_defaults():
     data = recipes.get("rowwise").to_dict()
-    for key in ("eval", "skip", "pow2_scales"):
+    for key in ("eval", "skip", "pow2_scales", "save_for_backward"):
         del data[key]
     del data["dgrad"]["fast_accum"]
     assert Recipe.from_dict(data) == recipes.get("rowwise")

@@ -41,6 +41,7 @@ def test_defaults(name):
     assert said(recipe) == DEFAULTS[name]
     assert recipe.name == name
     assert (recipe.pow2_scales, recipe.eval, recipe.skip, recipe.margin) == (False, "high_precision", (), 0)
+    assert recipe.save_for_backward == "fp8"
     assert recipe.scaling == (DelayedScaling() if name == "delayed" else CurrentScaling())
     # Hopper's fast accumulation in fprop only, and never with block scales, which promote sums themselves
     assert recipe.fprop.fast_accum == (name in ("tensorwise", "rowwise", "delayed"))
@@ -57,6 +58,9 @@ def test_format_policies():
     assert said(recipes.get(r, formats="e5m2")) == (f"E5M2 {r} x E4M3 {r}",) * 3
     assert recipes.get(r, formats="E5M2").notes == ("wgrad re-quantises x in E4M3: no GPU multiplies E5M2 x E5M2",)
     assert recipes.get(r).notes == ()
+    assert recipes.get(r, save_for_backward="bf16").notes == (
+        "kept for backward: inputs as they are, cast again for wgrad",
+    )
 
 
 @pytest.mark.parametrize("policy", ["HYBRID", "E5M2"])

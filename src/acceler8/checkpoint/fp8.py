@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from acceler8.errors import CheckpointError
 from acceler8.nn import fp8_state_dict, load_fp8_state_dict
 from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
+from acceler8.recipes.layers import recipe_from_dict
 from acceler8.scaling.delayed import IN_USE, STAGING
 
 _STEPS = "steps"
@@ -50,6 +51,7 @@ def fit_fp8(
     """
     for name, tensor in saved.items():
         _check(name, tensor, where)
+    saved_parts = [{**part, "recipe": _as_now(part["recipe"])} for part in saved_parts]
     actions: list[Callable[[], None]] = []
     reset = _changes(saved_parts, describe(model), where)
     unused = {name for name in saved if name.rpartition(".")[2] != _STEPS}
@@ -98,6 +100,14 @@ def _merge(saved: Tensor | None, fresh: Tensor) -> tuple[Tensor, bool]:
 
 def _loading(part: nn.Module, state: dict[str, Tensor]) -> Callable[[], None]:
     return lambda: load_fp8_state_dict(part, state)
+
+
+def _as_now(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A saved recipe with the fields that it has now: one of an earlier version lacks the later ones."""
+    try:
+        return recipe_from_dict(recipe).to_dict()
+    except (ValueError, TypeError, AttributeError):  # of a version to come, or damaged: said as it is
+        return recipe
 
 
 def _describes(saved: dict[str, Any], state: ModelState, path: str) -> bool:

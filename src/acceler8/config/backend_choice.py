@@ -145,8 +145,8 @@ def recipe_of(effective: Effective) -> Recipe | LayerRecipes:
     except ValueError as error:
         places = ", ".join(
             f"{key} {_text(effective, key)} ({effective.source(_FP8 + key)})"
-            for key in ("recipe", "layer_recipes", "fp8_format")
-            if key != "layer_recipes" or effective[_FP8 + key]
+            for key in ("recipe", "layer_recipes", "fp8_format", "save_for_backward")
+            if key in ("recipe", "fp8_format") or effective[_FP8 + key]
         )
         raise ConfigError(f"{places}: {error}") from None
 
@@ -239,7 +239,8 @@ def _check_native(effective: Effective) -> None:
                 f"{source}: {_shown(effective, path)} belongs to delayed scaling, and the recipe is"
                 f" {', '.join(names)} ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
             )
-    if effective[_FP8 + "fp8_format"] and set(names) <= set(RECIPES):
+    decides = effective[_FP8 + "fp8_format"] or effective[_FP8 + "save_for_backward"]
+    if decides and set(names) <= set(RECIPES):
         recipe_of(effective)
     _check_schedule(effective)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from acceler8.recipes import LayerRecipes, Recipe
 
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+_OF_EVERY_RECIPE = ("pow2_scales", "save_for_backward", "skip")
 _NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers")
 """Settings of the native backend that no Recipe says, so that they stand beside one."""
 C = TypeVar("C", bound="SchemaHandler")
@@ -328,8 +329,8 @@ class NativeRecipeKwargs(RecipeHandler):
     BACKEND = "NATIVE"
     PATHS = _paths(
         *("recipe", "layer_recipes", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
-        *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales", "fp8_steps"),
-        "fp8_last_layers",
+        *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales", "save_for_backward"),
+        *("fp8_steps", "fp8_last_layers"),
     )
 
     recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None
@@ -342,6 +343,7 @@ class NativeRecipeKwargs(RecipeHandler):
     use_autocast_during_eval: bool | None = None
     skip: Iterable[str] | None = None
     pow2_scales: bool | None = None
+    save_for_backward: str | None = None
     layer_recipes: Iterable[str] | Mapping[str, str | None] | None = None
     fp8_steps: str | None = None
     fp8_last_layers: str | Mapping[Any, Any] | None = None
@@ -446,7 +448,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     from acceler8 import recipes
 
     name = values.get("recipe") or ENTRIES["fp8_config.recipe"].setting.defaults["NATIVE"]
-    fields = {key: values.get(key) for key in ("pow2_scales", "skip", *(_DELAYED if name == "delayed" else ()))}
+    fields = {key: values.get(key) for key in (*_OF_EVERY_RECIPE, *(_DELAYED if name == "delayed" else ()))}
     if values.get("use_autocast_during_eval") is not None:
         fields["eval"] = "fp8" if values["use_autocast_during_eval"] else "high_precision"
     given = {key: value for key, value in fields.items() if value is not None}
@@ -486,6 +488,7 @@ def recipe_values(recipe: Recipe) -> tuple[dict[str, Any], bool]:
     values: dict[str, Any] = {
         "recipe": recipe.name,
         "pow2_scales": recipe.pow2_scales,
+        "save_for_backward": recipe.save_for_backward,
         "use_autocast_during_eval": recipe.eval == "fp8",
         "skip": recipe.skip,
     }

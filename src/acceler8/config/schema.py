@@ -32,6 +32,7 @@ from acceler8.config.setting import Setting
 
 BACKENDS = ("NATIVE", "AO", "TE", "MSAMP")
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
+SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 DYNAMO_BACKENDS = (
@@ -136,6 +137,17 @@ class Fp8Config(Section):
             backends=("NATIVE",),
             defaults={"NATIVE": False},
             is_bare=True,
+        ),
+    ] = None
+    save_for_backward: A[
+        str | None,
+        _fp8(
+            "save_for_backward",
+            kind=Choice(SAVE_POLICIES),
+            help="What stays of activations until backward: FP8 codes, also those before norms and gates, or BF16.",
+            ask="What stays of activations until backward?",
+            backends=("NATIVE",),
+            defaults={"NATIVE": "fp8"},
         ),
     ] = None
     use_autocast_during_eval: A[

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from acceler8.config.backend_choice import schedule_problem
 from acceler8.config.kinds import Bool, Choice
 from acceler8.config.registry import ENTRIES, Entry
-from acceler8.config.schema import DYNAMO_BACKENDS, SHARDING_STRATEGIES
+from acceler8.config.schema import DYNAMO_BACKENDS, SAVE_POLICIES, SHARDING_STRATEGIES
 from acceler8.config.sources import DEFAULT, Effective, Layer, Rank, Source, merge
 
 ANSWER = Source(Rank.FLAG, "answer")
@@ -248,8 +248,14 @@ class Wizard:
             self._ask_fp8("amax_compute_algo")
         if self["fp8_config.recipe"] != "activations_only":
             self._ask_gemms()
+        self._ask_what_is_saved()
         self._ask("fp8_config.skip", None)
         self._ask_schedule()
+
+    def _ask_what_is_saved(self) -> None:
+        of_x_only = self["fp8_config.recipe"] == "activations_only"  # it saves x in FP8, or it would be BF16
+        words = tuple(word for word in SAVE_POLICIES if word != "bf16") if of_x_only else SAVE_POLICIES
+        self._ask("fp8_config.save_for_backward", "fp8", words=words)
 
     def _ask_schedule(self) -> None:
         steps, stages = "fp8_config.fp8_steps", "fp8_config.fp8_last_layers"

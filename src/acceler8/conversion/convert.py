@@ -33,20 +33,25 @@ def convert(
     clock: StepClock | None = None,
     fp8_steps: str | StepWindow | None = None,
     fp8_last_layers: str | Mapping[Any, Any] | LastLayers | None = None,
+    save_for_backward: str | None = None,
 ) -> nn.Module:
     """Make the layers that ``plan`` names FP8, in place, and return the same model.
 
     Modules, Parameters, hooks, state_dict keys and ties stay as they are. ``plan`` may also be what ``plan()``
-    takes as a recipe; then the plan is made here, with ``fp8_steps`` and ``fp8_last_layers``. ``clock`` shares a step
-    clock among several models.
+    takes as a recipe; then the plan is made here, with ``fp8_steps``, ``fp8_last_layers`` and ``save_for_backward``.
+    ``clock`` shares a step clock among several models.
     Raises: PlanError if the model is converted already or is not the one that was planned (what differs is
-        named), or a schedule stands beside a plan, which has its own; nothing is changed then.
+        named), or such a setting stands beside a plan, which has its own; nothing is changed then.
     """
+    settings: dict[str, Any] = {
+        "fp8_steps": fp8_steps,
+        "fp8_last_layers": fp8_last_layers,
+        "save_for_backward": save_for_backward,
+    }
     if not isinstance(plan, Plan):
-        plan = make_plan(model, plan, fp8_steps=fp8_steps, fp8_last_layers=fp8_last_layers)
-    elif fp8_steps is not None or fp8_last_layers is not None:
-        name = "fp8_steps" if fp8_steps is not None else "fp8_last_layers"
-        raise PlanError(f"convert got {name} beside a Plan, which says it already; give it to acceler8.plan")
+        plan = make_plan(model, plan, **settings)
+    elif given := [name for name, value in settings.items() if value is not None]:
+        raise PlanError(f"convert got {given[0]} beside a Plan, which says it already; give it to acceler8.plan")
     check_is_plain(model)
     engine = backends.get(plan.backend)
     layers = _planned_layers(model, plan)

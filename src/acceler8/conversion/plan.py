@@ -193,6 +193,7 @@ def plan(
     filter_fn: Filter | None = None,
     fp8_steps: str | StepWindow | None = None,
     fp8_last_layers: str | Mapping[Any, Any] | LastLayers | None = None,
+    save_for_backward: str | None = None,
     fuse: bool = True,
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
@@ -205,14 +206,17 @@ def plan(
     of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fp8_last_layers``,
     ``"0:4,1000:8,2000:all"`` or ``{0: 4, 1000: 8, 2000: "all"}``, is the number of the last blocks whose layers are in
     FP8 from each of these steps on (``blocks`` says what a block is); ``all`` is also what lies outside of the blocks.
-    Both must allow a step. ``fuse=False`` runs each layer by itself, where otherwise those that read one activation
-    share its codes and a gated MLP is one operation.
+    Both must allow a step. ``save_for_backward``, ``fp8``, ``fp8_compressed`` or ``bf16``, is what stays of activations
+    until backward, in place of what the recipe says, or each recipe. ``fuse=False`` runs each layer by itself, where
+    otherwise those that read one activation share its codes, a gated MLP is one operation, and norms hand on codes.
     Raises: RecipeError for an unknown recipe, or a schedule that is none; PlanError for an unknown backend, a skip name
         or pattern that fits no layer (the nearest layer is named), a model that is already converted, or a lazy one
         that never ran; with ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8.
     """
     recipe, window, last_layers = resolve_layers(recipe), _window(fp8_steps), _last_layers(fp8_last_layers)
     check_schedule(window, last_layers)
+    if save_for_backward is not None:
+        recipe = recipe.replace(save_for_backward=save_for_backward)
     engine = backends.get(backend)
     check_is_plain(model)
     skip = _skip_patterns(skip)
@@ -398,6 +402,18 @@ def _idle_patterns(recipe: Recipe | LayerRecipes, rows: list[PlanRow]) -> list[s
     return warnings
 
 
+def _idle_policy(used: list[Recipe], fp8: list[PlanRow], fusions: tuple[Fusion, ...]) -> list[str]:
+    """A warning if FP8 inputs are to be kept of what this plan does not run itself."""
+    if not fp8 or not any(recipe.save_for_backward == "fp8_compressed" for recipe in used):
+        return []
+    if any(fusion.norm is not None or fusion.kind == "gated MLP" for fusion in fusions):
+        return []
+    return [
+        "save_for_backward fp8_compressed keeps no less than fp8 here: none of this model's norms and gated MLPs runs"
+        " fused"
+    ]
+
+
 def _notes(
     recipe: Recipe | LayerRecipes, engine: backends.Backend, device: torch.device, used: list[Recipe]
 ) -> list[str]:
@@ -428,7 +444,7 @@ def _finish(
         fp8_flops_per_token=sum(row.flops_per_token for row in fp8),
         flops_per_token=sum(row.flops_per_token for row in rows),
     )
-    warnings = _idle_patterns(recipe, rows)
+    warnings = [*_idle_patterns(recipe, rows), *_idle_policy(_used(recipe, rows), fp8, fusions)]
     if totals.flops_share < LOW_COVERAGE:
         why: dict[str, int] = {}
         for row in rows:

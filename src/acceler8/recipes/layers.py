@@ -87,6 +87,16 @@ class LayerRecipes:
             tuple((pattern, r.replace(skip=(*r.skip, *skip)) if r else None) for pattern, r in self.patterns)
         )
 
+    def replace(self, **changes: Any) -> LayerRecipes:
+        """A copy in which every recipe has these fields changed. Raises RecipeError naming the pattern."""
+        changed = []
+        for pattern, recipe in self.patterns:
+            try:
+                changed.append((pattern, recipe.replace(**changes) if recipe else None))
+            except RecipeError as error:
+                raise RecipeError(f"pattern {pattern!r}: {error}") from None
+        return LayerRecipes(tuple(changed))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; ``from_dict`` restores equal recipes."""
         layers = [[pattern, recipe.to_dict() if recipe else None] for pattern, recipe in self.patterns]

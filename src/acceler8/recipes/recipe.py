@@ -34,6 +34,7 @@ from acceler8.scaling import (
 Role = Literal["x", "w", "dy"]
 _GEMM_ROLES: dict[str, tuple[Role, Role]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
+_COMPRESSED = "inputs of norms and gated activations in FP8 (1x128), with what follows them made again; other FP8 codes"
 _GRANULARITY_PAIRS = {
     "x": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
     "dy": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
@@ -132,7 +133,8 @@ class Recipe:
             raise RecipeError(unknown_name("save_for_backward", self.save_for_backward, SAVE_POLICIES))
         if self.save_for_backward == "bf16" and self.wgrad.b.is_fp8 and not self.wgrad.is_fp8:
             raise RecipeError(
-                "save_for_backward='bf16' got a wgrad that reads x from FP8; allowed: fp8, fp8_compressed"
+                f"save_for_backward='bf16' with recipe {self.name!r}, whose wgrad reads x from FP8 in high precision;"
+                " allowed: fp8, fp8_compressed"
             )
         if not isinstance(self.pow2_scales, bool):
             raise RecipeError(f"pow2_scales={self.pow2_scales!r}; allowed: True, False")
@@ -208,6 +210,10 @@ class Recipe:
         saved = self.wgrad.b
         if saved.is_fp8 and not self.wgrad.is_fp8:
             notes.append(f"x is kept for backward in {saved}; wgrad runs in high precision on its dequantised values")
+        if self.save_for_backward == "fp8_compressed":
+            notes.append(f"kept for backward: {_COMPRESSED}")
+        elif self.save_for_backward == "bf16":
+            notes.append("kept for backward: inputs as they are, cast again for wgrad")
         return tuple(notes)
 
     def replace(self, **changes: Any) -> Recipe:
