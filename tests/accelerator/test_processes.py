@@ -61,12 +61,48 @@ print(json.dumps(facts))
 """
 
 
-def start(case: str, rank: int, port: int) -> subprocess.Popen[str]:
+REJOIN = """
+import atexit, os, sys, time
+from datetime import timedelta
+import torch
+from torch import distributed
+
+atexit.register(lambda: print("left open" if distributed.is_initialized() else "ended", flush=True))
+from acceler8.accelerator.processes import join_processes
+from acceler8.config.run_handlers import InitProcessGroupKwargs
+
+# The first process is late wherever the second can run ahead of it.
+first = os.environ["RANK"] == "0"
+destroy, connect = distributed.destroy_process_group, distributed.init_process_group
+
+def destroy_late():
+    time.sleep(0.5 * first)
+    destroy()
+
+def connect_late(*args, **kwargs):
+    time.sleep(0.5 * first)
+    connect(*args, **kwargs)
+
+distributed.destroy_process_group, distributed.init_process_group = destroy_late, connect_late
+for group in range(3):
+    found = join_processes(os.environ, "cpu", True, InitProcessGroupKwargs(timeout=timedelta(seconds=20)))
+    total = torch.tensor([found.process_index + 1.0])
+    distributed.all_reduce(total)
+    print(total.item(), flush=True)
+    if group < 2:
+        found.end()
+if sys.argv[1] == "fails":
+    raise SystemError("on purpose")
+"""
+
+
+def start(case: str, rank: int, port: int, script: str = SCRIPT, **more: str) -> subprocess.Popen[str]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     source = Path(__file__).parents[2] / "src"
     env = {**os.environ, **{k: str(v) for k, v in place.items()}, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    env |= more
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, case], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, case], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -107,6 +143,28 @@ def test_two_processes_know_their_places(case: str) -> None:
     # Nobody may leave while another still connects: it would be cut off, or wait for the one that left.
     assert len(connected) == (2 if case == "from the variables" else 0)
     assert all(time > max(connected) for time in joined if connected)
+
+
+@pytest.mark.parametrize("store", ["of the first process", "of torchrun"])
+def test_processes_join_again_and_a_group_is_ended_at_exit(store: str) -> None:
+    """Without a new name in a store that stays they met in a store that ended, or read addresses of closed sockets."""
+    of_torchrun = store == "of torchrun"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = (
+        torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if of_torchrun else None
+    )
+    more = {"TORCHELASTIC_USE_AGENT_STORE": str(of_torchrun)}
+    # After an error nothing is ended at exit: the others may be in the middle of something.
+    case = "fails" if of_torchrun else "ends"
+    workers = [start(case, rank, port, REJOIN, **more) for rank in range(2)]
+    outputs = [worker.communicate(timeout=120) for worker in workers]
+    for worker, (out, err) in zip(workers, outputs, strict=True):
+        assert out.split("\n")[:-1] == ["3.0"] * 3 + ["left open" if of_torchrun else "ended"], err
+        assert worker.returncode == int(of_torchrun), err
+        assert ("on purpose" in err) == of_torchrun
+    del server
 
 
 PLACE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

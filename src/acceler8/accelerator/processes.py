@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
 from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.errors import ConfigError, HardwareError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_stores: dict[tuple[str, ...], Store] = {}
+"""Where this process met others. Kept until it ends, so that no server stops and starts again."""
+_groups_started = 0
 
 
 @dataclass
@@ -66,17 +77,46 @@ def join_processes(
         backend = options.backend
     distributed.init_process_group(
         backend,
-        init_method=None if options is None else options.init_method,
+        store=_meet(environ, options, rank, world),
         timeout=None if options is None else options.timeout,
         rank=rank,
         world_size=world,
     )
     found = Processes(place, world, rank, local, owns_group=True)
+    atexit.register(_end_at_exit, found, os.getpid())
     if "nccl" not in distributed.get_backend():
         # Gloo returns here when its own connections stand, not those of the others. A process that left by then took
         # their half away: they failed to connect, or waited until the timeout. NCCL connects at the first collective.
         found.wait()
     return found
+
+
+def _meet(environ: Mapping[str, str], options: InitProcessGroupKwargs | None, rank: int, world: int) -> Store:
+    """The store in which the processes exchange their addresses, with names that no earlier group of theirs used.
+
+    PyTorch starts the store anew with each group, under the same names. A process that joined again before the first
+    one had stopped its old store met nobody there; in torchrun's store, which stays, it read addresses of closed
+    sockets ("Connection refused").
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    global _groups_started
+    method = (None if options is None else options.init_method) or "env://"
+    where = (method, environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""), str(rank), str(world))
+    timeout = {} if options is None or options.timeout is None else {"timeout": options.timeout}
+    if where not in _stores:
+        _stores[where] = next(rendezvous(method, rank, world, **timeout))[0]
+    if timeout:
+        _stores[where].set_timeout(timeout["timeout"])
+    _groups_started += 1
+    return PrefixStore(f"acceler8/{_groups_started}", _stores[where])
+
+
+def _end_at_exit(processes: Processes, pid: int) -> None:
+    """End a group that no ``end_training`` ended, of which NCCL warns. Not after an error: others may wait in it."""
+    if os.getpid() == pid and not hasattr(sys, "last_type"):
+        processes.end()
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
