@@ -48,6 +48,13 @@ class Variant:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-compressed": {"save_for_backward": "fp8_compressed"},
+    "-head-loss": {"head_loss": True},
+    "-compressed-head-loss": {"save_for_backward": "fp8_compressed", "head_loss": True},
+}
+"""Suffix of a recipe's variant -> what it changes of the preset."""
 VARIANTS: dict[str, dict[Loop, Variant]] = {}
 """Name -> loop -> variant."""
 
@@ -208,20 +215,31 @@ def _prepared(
 ) -> Callable[[Work], Trainee]:
     def build(work: Work) -> Trainee:
         preset = work.preset
-        if recipe is not None and (not preset.fuse or preset.save_for_backward is not None):
-            raise NotInThisVersionError(
-                "Accelerator.prepare takes no --no-fuse or --save-for-backward here; use a preset whose loop is plain,"
-                " such as llama3-8b-4l"
-            )
+        own = None
+        if recipe is not None:
+            if not preset.fuse:
+                raise NotInThisVersionError(
+                    "Accelerator.prepare takes no --no-fuse; use a preset whose loop is plain, such as llama3-8b-4l"
+                )
+            own = recipes.get(recipe, save_for_backward=preset.save_for_backward or "fp8")
         model = work.make_model()
         if recipe is not None or head_loss:
             work.with_head_loss(model)
         if compiled:
             compile_blocks(work, model)
-        accelerator = acceler8.Accelerator(mixed_precision=precision, device=work.device, recipe=recipe)
+        accelerator = acceler8.Accelerator(mixed_precision=precision, device=work.device, recipe=own)
         return prepared_trainee(work, model, accelerator)
 
     return build
+
+
+def _altered(build: Callable[[Work], Trainee], **changes: Any) -> Callable[[Work], Trainee]:
+    """``build`` for the same work with some of its preset's settings changed."""
+
+    def altered(work: Work) -> Trainee:
+        return build(work.with_settings(**changes))
+
+    return altered if changes else build
 
 
 def _amp(dtype: torch.dtype) -> Callable[[Work], Trainee]:
@@ -304,8 +322,11 @@ def _register_all() -> None:
     register(Variant(name=BASELINE, group="PyTorch", loops=("prepared",), build=_prepared("bf16")))
     for loop, build in (("plain", _bf16_head_loss), ("prepared", _prepared("bf16", head_loss=True))):
         register(
-            Variant(name="bf16-head-loss", group="acceler8", loops=(loop,), build=build, is_default=False)  # type: ignore[arg-type]
-        )
+            Variant(
+                name="bf16-head-loss", group="acceler8", loops=(loop,), build=_altered(build, head_loss=True),  # type: ignore[arg-type]
+                is_default=False,
+            )
+        )  # fmt: skip
     register(Variant(name="bf16-compile", group="PyTorch", loops=("plain",), build=_bf16_compiled, is_compiled=True))
     register(
         Variant(
@@ -316,8 +337,14 @@ def _register_all() -> None:
     for name, dtype in (("fp16-amp", torch.float16), ("bf16-amp", torch.bfloat16)):
         register(Variant(name=name, group="PyTorch", loops=("prepared",), build=_amp(dtype), is_default=False))
     for name in recipes.names():
-        register(Variant(name=name, group="acceler8", loops=("plain",), build=_own(name), recipe=name))
-        register(Variant(name=name, group="acceler8", loops=("prepared",), build=_prepared("fp8", name), recipe=name))
+        for loop, build in (("plain", _own(name)), ("prepared", _prepared("fp8", name))):
+            for suffix, changes in _SETTINGS.items():
+                register(
+                    Variant(
+                        name=f"{name}{suffix}", group="acceler8", loops=(loop,), build=_altered(build, **changes),  # type: ignore[arg-type]
+                        recipe=name, is_default=not suffix,
+                    )
+                )  # fmt: skip
         register(
             Variant(
                 name=f"{name}-compile", group="acceler8", loops=("plain",), build=_own(name, compiled=True),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 import acceler8
 from acceler8.bench.llama import Llama
 from acceler8.bench.presets import Preset
-from acceler8.errors import MissingLibraryError, NotInThisVersionError, RunError
+from acceler8.errors import MissingLibraryError, RunError
 
 SEED = 0
 DATA_SEED = 1
@@ -45,7 +46,22 @@ class Work:
         self.preset, self.device = preset, device
         generator = torch.Generator(device).manual_seed(DATA_SEED)
         shape = (preset.batch, preset.length + 1)
-        self.tokens = torch.randint(0, preset.vocabulary, shape, device=device, generator=generator)
+        self._batch = [torch.randint(0, preset.vocabulary, shape, device=device, generator=generator)]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The batch, [batch, length + 1]."""
+        return self._batch[0]
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor) -> None:
+        self._batch[0] = tokens
+
+    def with_settings(self, **changes: Any) -> Work:
+        """The same work, now and with every later batch, where the preset's settings are others."""
+        twin = copy.copy(self)
+        twin.preset = dataclasses.replace(self.preset, **changes)
+        return twin
 
     @property
     def inputs(self) -> Tensor:
@@ -92,23 +108,15 @@ class Work:
             if self.preset.loop == "prepared" and isinstance(model, Llama):
                 raise RunError("head_loss with this package's Llama needs a preset whose loop is plain: llama3-8b-4l")
             if not isinstance(model, Llama):
-                _of_package("fused_head_loss")(model)
+                acceler8.fused_head_loss(model)
         return model
 
     def own_forward(self, model: nn.Module) -> tuple[Any, Callable[[Any], Tensor]]:
         """``forward`` and what makes its loss, in variants of ours: with ``head_loss`` one operation of both."""
         if not self.preset.head_loss or not isinstance(model, Llama):  # another's model has it inside
             return self.forward(model), self.loss
-        head_loss: Any = _of_package("head_loss")
         hidden, weight = model.hidden(self.inputs), model.lm_head.weight
-        return hidden, lambda h: head_loss(h.flatten(0, 1), weight, self.tokens[:, 1:].flatten())
-
-
-def _of_package(name: str) -> Any:
-    found = getattr(acceler8, name, None)
-    if found is None:
-        raise NotInThisVersionError(f"this version has no acceler8.{name}; leave --head-loss out")
-    return found
+        return hidden, lambda h: acceler8.head_loss(h.flatten(0, 1), weight, self.tokens[:, 1:].flatten())
 
 
 def hf_llama(preset: Preset) -> nn.Module:
@@ -131,13 +139,9 @@ def hf_llama(preset: Preset) -> nn.Module:
 
 
 def plan_options(preset: Preset) -> dict[str, Any]:
-    """Keywords of ``acceler8.plan`` that the preset asks for. Raises NotInThisVersionError for one that it lacks."""
+    """Keywords of ``acceler8.plan`` that the preset asks for."""
     options: dict[str, Any] = {"fuse": preset.fuse}
     if preset.save_for_backward is not None:
-        if "save_for_backward" not in inspect.signature(acceler8.plan).parameters:
-            raise NotInThisVersionError(
-                "this version's acceler8.plan has no save_for_backward; leave --save-for-backward out"
-            )
         options["save_for_backward"] = preset.save_for_backward
     return options
 
