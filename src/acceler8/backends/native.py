@@ -27,6 +27,7 @@ from acceler8.nn import (
     NormState,
     fuse,
     fuse_norm,
+    neighbourhood,
     unfuse,
     unfuse_norm,
 )
@@ -139,10 +140,11 @@ class NativeBackend:
 
 
 def _schedules_beside(norm: str, schedules: dict[str, Schedule]) -> list[Schedule]:
-    """Those of the layers in the module that holds the norm, and in what that holds, each once."""
-    parent = norm.rpartition(".")[0]
-    beside = [schedule for name, schedule in schedules.items() if not parent or name.startswith(f"{parent}.")]
-    return list({id(schedule): schedule for schedule in beside or schedules.values()}.values())
+    """Those of the layers in the innermost module around the norm that holds some, each once."""
+    parts = [name.split(".") for name in schedules]
+    around = neighbourhood(norm, {".".join(part[:i]) for part in parts for i in range(1, len(part))})
+    beside = [schedule for name, schedule in schedules.items() if not around or name.startswith(f"{around}.")]
+    return list({id(schedule): schedule for schedule in beside}.values())
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
