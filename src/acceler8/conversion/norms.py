@@ -39,7 +39,8 @@ def find_norm(module: nn.Module) -> NormKind | None:
         return None
     dice = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        modes = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+        with torch.random.fork_rng(devices=[]), modes[0], modes[1], torch.enable_grad():
             for kind, offset, cast in _FORMULAS:
                 autocasts = _computes(module, kind, offset, cast, getattr(module, eps))
                 if autocasts is not None:
@@ -139,7 +140,7 @@ def _formula_of(
     x = (torch.randn(rows, width) * sizes[:, None] + sizes[:, None] / 2).to(dtype).requires_grad_()
     dy = torch.randn(rows, width).to(dtype)
     before, seed, dice = contents(twin), torch.get_rng_state(), random.getstate()
-    with calls, torch.enable_grad():
+    with calls:
         given = x.view(2 - rows % 2, -1, width)
         y = twin.forward(given)  # a hook is the class's to call, before and behind
     if contents(twin) != before or not torch.equal(seed, torch.get_rng_state()) or random.getstate() != dice:
