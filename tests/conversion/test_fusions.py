@@ -18,7 +18,7 @@ from acceler8 import recipes
 from acceler8.conversion import Plan, fusions
 from acceler8.conversion.fusions import GatedMLP, find_gated_mlp, recognise
 from acceler8.errors import PlanError, VerifyError
-from acceler8.nn import FusedGatedMLP
+from acceler8.nn import FusedGatedMLP, NormKind
 from tests.models import batch
 
 SIZES = {
@@ -51,8 +51,20 @@ def said(model: nn.Module, *args: object, **kwargs: object) -> dict[str, int]:
     return counts
 
 
+def norms(model: nn.Module, *args: object, **kwargs: object) -> dict[str, NormKind | None]:
+    plan = acceler8.plan(model, *args, **kwargs)
+    return {fusion.name: fusion.norm for fusion in plan.fusions if fusion.kind == "norm"}
+
+
 def mlps(model: nn.Module, *args: object, **kwargs: object) -> list[str]:
     return [fusion.name for fusion in acceler8.plan(model, *args, **kwargs).fusions if fusion.kind == "gated MLP"]
+
+
+LLAMA = NormKind("rms", weight_offset=0.0, cast_before_weight=True, autocasts=False, eps="variance_epsilon")
+OF_LLAMA = [
+    *(f"model.layers.{i}.{name}" for i in range(2) for name in ("input_layernorm", "post_attention_layernorm")),
+    "model.norm",
+]
 
 
 class Gated(nn.Module):
@@ -75,10 +87,14 @@ class Gated(nn.Module):
     [("Llama", "silu"), ("Mistral", "silu"), ("Qwen2", "silu"), ("Qwen3", "silu"), ("Gemma", "gelu_tanh")],
 )
 def test_llama_like(kind, activation):
-    assert said(hf(kind)) == {
+    model = hf(kind)
+    assert said(model) == {
         "merged linears: q_proj k_proj v_proj": 2,
         f"gated MLP: gate_proj up_proj down_proj {activation}": 2,
+        "norm: RMSNorm": 5,
     }
+    gemma = NormKind("rms", weight_offset=1.0, cast_before_weight=False, autocasts=False, eps="eps")
+    assert norms(model) == dict.fromkeys(OF_LLAMA, gemma if kind == "Gemma" else LLAMA)  # not those of Qwen3's heads
 
 
 def test_smollm_like():
@@ -86,11 +102,15 @@ def test_smollm_like():
     model = hf("Llama", tie_word_embeddings=True, num_attention_heads=4, num_key_value_heads=1, head_dim=8)
     assert said(model) == {  # 8 values of one head: k and v stay in high precision
         "gated MLP: gate_proj up_proj down_proj silu": 2,
+        "norm: RMSNorm": 5,
     }
+    assert norms(model) == dict.fromkeys(OF_LLAMA, LLAMA)
 
 
 def test_phi3():
-    assert said(hf("Phi3")) == {"gated MLP: gate_up_proj down_proj silu": 2}
+    model = hf("Phi3")
+    assert said(model) == {"gated MLP: gate_up_proj down_proj silu": 2, "norm: RMSNorm": 5}
+    assert norms(model) == dict.fromkeys(OF_LLAMA, LLAMA)
 
 
 @pytest.mark.parametrize("name", ["Bert", "ViT"])
@@ -99,9 +119,14 @@ def test_encoders(name):
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
-    (key,) = said(model)
+    counts = said(model)
+    assert counts.pop("norm: LayerNorm") == 5
+    (key,) = counts
     assert key in ("merged linears: query key value", "merged linears: q_proj k_proj v_proj")
-    assert said(model)[key] == 2
+    assert counts[key] == 2
+    layer_norm = NormKind("layer", weight_offset=0.0, cast_before_weight=False, autocasts=True, eps="eps")
+    every = [module_name for module_name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    assert norms(model) == dict.fromkeys(every, layer_norm)
 
 
 class Function(Gated):

@@ -186,9 +186,15 @@ def test_functional_call_is_seen_in_a_window(device):
         own = model(x)
         got = torch.func.functional_call(model, other, x)
         assert torch.equal(model(x), own)
-    reference = converted("rowwise", device=device)
+    reference = converted("rowwise", device=device, fuse=False)  # tensors in the place of Parameters: the author's norm
     reference.load_state_dict(other)
     assert torch.equal(got, reference(x))
+    parameters = {name: nn.Parameter(value) for name, value in other.items()}
+    reference = converted("rowwise", device=device)
+    reference.load_state_dict(other)
+    with acceler8.window(model):
+        assert torch.equal(torch.func.functional_call(model, parameters, x), reference(x))
+        assert torch.equal(model(x), own)
 
 
 @pytest.mark.parametrize("in_window", [False, True])

@@ -48,8 +48,9 @@ def test_a_healthy_model_passes_every_level(recipe, device):
         "codes": "0 live codes equal a fresh cast",
         "optimizer": "5 trainable parameters, each in one group",
         "moved and fresh": f"5 parameters moved, {used} layers used codes of their new weight",
+        "fused": "1 of 1 norms ran in one kernel",
     }
-    assert str(report).count("ok  ") == 7
+    assert str(report).count("ok  ") == 8
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -31,11 +32,14 @@ class Attention(nn.Module):
         return total
 
 
-def attention(*, fuse: bool = True, recipe: str = "rowwise") -> Attention:
+def attention(*, fuse: bool = True, recipe: str = "rowwise", norm: bool = False) -> Attention:
+    """With its norm as its author wrote it, unless ``norm``."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = Attention()
-    return acceler8.convert(model, acceler8.plan(model, recipe, fuse=fuse))
+    plan = acceler8.plan(model, recipe, fuse=fuse)
+    kept = tuple(fusion for fusion in plan.fusions if norm or fusion.kind != "norm")
+    return acceler8.convert(model, dataclasses.replace(plan, fusions=kept))
 
 
 def group_of(model: Attention) -> LinearGroup:
@@ -66,6 +70,10 @@ def test_one_operation_gives_what_the_layers_give(recipe, merges):
     if recipe == "rowwise":
         assert torch.equal(got["y"], want["y"])
     near(got, want)
+    behind_a_fused_norm = attention(recipe=recipe, norm=True)
+    for _ in range(2):  # without its codes, and with them
+        near(outcome(behind_a_fused_norm, batch()), want)
+    assert merges == [3, 3, 3]
 
 
 @pytest.mark.parametrize("order", [("v_proj", "q_proj", "k_proj"), ("k_proj", "v_proj", "q_proj")])

@@ -62,13 +62,17 @@ def fresh_compiler():
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiles_in_one_graph_and_equals_eager(recipe, device):
-    eager, traced = converted(recipe, device=device), converted(recipe, device=device)
+    eager, traced = converted(recipe, device=device, fuse=False), converted(recipe, device=device)
+    fused = converted(recipe, device=device)
     call = torch.compile(traced, backend="aot_eager", fullgraph=True)
     for tokens in (24, 17, 40):  # the second makes the number of tokens symbolic
         x = batch(tokens, device=device)
-        assert_equal(outcome(traced, x, call), outcome(eager, x))
-        acceler8.step(eager)
-        acceler8.step(traced)
+        got = outcome(traced, x, call)
+        assert_equal(got, outcome(eager, x))
+        for name, value in outcome(fused, x).items():  # whose norm sums in another order: some codes are others
+            assert (value - got[name]).norm() < 0.01 * got[name].norm(), name
+        for model in (eager, traced, fused):
+            acceler8.step(model)
     for name, state in acceler8.fp8_state_dict(eager).items():
         assert torch.equal(acceler8.fp8_state_dict(traced)[name], state)
 
@@ -76,13 +80,14 @@ def test_compiles_in_one_graph_and_equals_eager(recipe, device):
 @by_dynamo
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_sees_new_weights_and_eval_mode(device):
-    model = converted("rowwise", device=device)
+    model, eager = converted("rowwise", device=device), converted("rowwise", device=device, fuse=False)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = batch(device=device)
     first = call(x)
     with torch.no_grad():
         model.up.weight.data.mul_(2)
-    assert torch.equal(call(x), model(x))
+        eager.up.weight.data.mul_(2)
+    assert torch.equal(call(x), eager(x))
     assert not torch.equal(call(x), first)
     model.eval()
     assert torch.equal(call(x), acceler8.restore(copy.deepcopy(model))(x))
@@ -92,18 +97,19 @@ def test_compiled_sees_new_weights_and_eval_mode(device):
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_inside_a_window_keeps_no_codes(device):
     """Tensors of a compiled region must not outlive it; codes that eager code kept are not baked in."""
-    model = converted("rowwise", device=device)
+    model, eager = converted("rowwise", device=device), converted("rowwise", device=device, fuse=False)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = batch(device=device)
     with acceler8.window(model):
         model(x)
         kept = model.up._acceler8_layer.codes.live()
-        assert torch.equal(call(x), model(x))
+        assert torch.equal(call(x), eager(x))
         assert model.up._acceler8_layer.codes.live().keys() == kept.keys()
         with torch.no_grad():
             model.up.weight.data.mul_(2)
+            eager.up.weight.data.mul_(2)
         model.up._acceler8_layer.codes.drop()
-        assert torch.equal(call(x), model(x))
+        assert torch.equal(call(x), eager(x))
 
 
 @pytest.mark.slow
@@ -218,14 +224,19 @@ def test_eval_logits_equal_the_restored_models(recipe, device):
     training = model(x)
     got = outcome(model.eval(), x)
     assert_equal(got, outcome(acceler8.restore(copy.deepcopy(model)).eval(), x))
-    assert torch.equal(got["y"], training) == (recipe == "activations_only")
+    error = (got["y"] - training).norm() / training.norm()  # the norm's other order of sums, or FP8
+    assert (error < 1e-6) == (recipe == "activations_only")
+    assert (error > 1e-3) == (recipe != "activations_only")
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_eval_in_fp8_when_asked(recipe, device):
     x = batch(device=device)
-    model = converted(recipe, device=device)
+    model = converted(recipe, device=device, fuse=False)
     want = model(x)
+    fused = converted(recipe, device=device).eval()
+    with acceler8.evaluate_in_fp8(fused):  # evaluations run the norm as its author wrote it
+        assert torch.equal(fused(x), want)
     acceler8.step(model)
     model.eval()
     plain = model(x)

@@ -28,6 +28,7 @@ from acceler8.nn import (
     NormState,
     fuse,
     fuse_norm,
+    neighbourhood,
     unfuse,
     unfuse_norm,
 )
@@ -147,10 +148,10 @@ def _norm_state(name: str, kind: NormKind, author: type[nn.Module], layers: dict
 
 
 def _layers_beside(norm: str, layers: dict[str, LayerState]) -> list[LayerState]:
-    """Those in the module that holds the norm, and in what that holds; if there are none, all."""
-    parent = norm.rpartition(".")[0]
-    beside = [layer for name, layer in layers.items() if not parent or name.startswith(f"{parent}.")]
-    return beside or list(layers.values())
+    """Those in the innermost module around the norm that holds some."""
+    parts = [name.split(".") for name in layers]
+    around = neighbourhood(norm, {".".join(part[:i]) for part in parts for i in range(1, len(part))})
+    return [layer for name, layer in layers.items() if not around or name.startswith(f"{around}.")]
 
 
 def _is_dense(weight: torch.Tensor) -> bool:

@@ -103,8 +103,9 @@ def _planned_fusions(model: nn.Module, plan: Plan, recipes: dict[str, Recipe]) -
     modules, known = dict(model.named_modules()), Known()
     for fusion in plan.fusions:
         if fusion.name not in modules or not fits(fusion, modules[fusion.name], recipes, known):
+            what = "in one kernel" if fusion.kind == "norm" else "together"
             raise PlanError(
-                f"the plan runs {', '.join(fusion.parts)} of {fusion.name or ROOT!r} together ({fusion.kind}), which"
+                f"the plan runs {', '.join(fusion.parts)} of {fusion.name or ROOT!r} {what} ({fusion.kind}), which"
                 f" this {type(model).__name__} does not have like that; plan the model again"
             )
     return [(fusion, modules[fusion.name]) for fusion in plan.fusions]

@@ -27,7 +27,7 @@ from acceler8.conversion.norms import find_norm
 from acceler8.conversion.twin import contents, twin_of
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
 from acceler8.functional.linears import cannot_merge
-from acceler8.nn import NormKind
+from acceler8.nn import NormKind, neighbourhood
 from acceler8.recipes import Recipe
 
 _READERS = (
@@ -51,8 +51,9 @@ def find_fusions(model: nn.Module, recipes: dict[str, Recipe]) -> tuple[Fusion, 
     found: list[Fusion] = []
     known: Known = {}
     widths = _widths(model, recipes)
+    linears, in_fp8 = _holders(name for name, m in model.named_modules() if isinstance(m, nn.Linear)), _holders(recipes)
     for name, module in model.named_modules():
-        if (norm := _norm_once(module, known, widths)) is not None:
+        if (norm := _norm_once(module, known, widths)) is not None and neighbourhood(name, linears) in in_fp8:
             found.append(Fusion(kind="norm", name=name, norm=norm))
         prefix = f"{name}." if name else ""
         own = {child: recipes[prefix + child] for child in module._modules if prefix + child in recipes}
@@ -106,6 +107,12 @@ def _find_once(module: nn.Module, known: Known) -> GatedMLP | None:
     found = known[alike]
     assert not isinstance(found, NormKind)
     return found
+
+
+def _holders(names: Iterable[str]) -> set[str]:
+    """Names of the modules that hold these, at any depth."""
+    parts = [name.split(".") for name in names if name]
+    return {".".join(part[:i]) for part in parts for i in range(len(part))}
 
 
 def _widths(model: nn.Module, recipes: dict[str, Recipe]) -> set[int]:

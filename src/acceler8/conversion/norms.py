@@ -39,7 +39,8 @@ def find_norm(module: nn.Module) -> NormKind | None:
         return None
     dice = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        modes = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+        with torch.random.fork_rng(devices=[]), modes[0], modes[1], torch.enable_grad():
             for kind, offset, cast in _FORMULAS:
                 autocasts = _computes(module, kind, offset, cast, getattr(module, eps))
                 if autocasts is not None:
@@ -59,7 +60,6 @@ def _eps_of(module: nn.Module) -> str | None:
 
 def _looks_like_one(module: nn.Module) -> bool:
     weight, parameters = module._parameters.get("weight"), module._parameters
-    plain = {"forward", "_forward_pre_hooks", "_forward_hooks"}
     return (
         weight is not None
         and set(parameters) <= {"weight", "bias"}
@@ -68,25 +68,36 @@ def _looks_like_one(module: nn.Module) -> bool:
         and 0 < weight.shape[0] <= WIDEST
         and not module._modules
         and not module._buffers
-        and not any(module.__dict__.get(name) for name in plain)
+        and "forward" not in module.__dict__
     )
 
 
 class _Calls(TorchFunctionMode):
-    """Notes which functions of PyTorch are called."""
+    """Notes calls of PyTorch's own norms: the dtype of what they got, and what they gave."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[Any] = set()
+        self.made: list[tuple[torch.dtype, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _AUTOCAST_OPS:
+            x = args[0] if args else (kwargs or {})["input"]
+            self.made.append((x.dtype, result))
+        return result
+
+    def autocasts(self, y: Tensor) -> bool | None:
+        """True if the dtype of ``y`` is what autocast makes of PyTorch's own norm; False if autocast changes nothing;
+        None if it would change something inside.
+        """
+        if any(result is y for _, result in self.made):
+            return True
+        return False if all(dtype is torch.float32 for dtype, _ in self.made) else None
 
 
 def _computes(module: nn.Module, kind: Any, offset: float, cast: bool, eps: float) -> bool | None:
     """None unless the module computes this formula; else whether it calls PyTorch's own norm to do so."""
-    seen: set[Any] = set()
+    autocasts: bool | None = None
     weights = {
         torch.float32: (torch.float32,),
         torch.bfloat16: (torch.bfloat16, *((torch.float32,) * (cast or bool(offset)))),
@@ -94,59 +105,67 @@ def _computes(module: nn.Module, kind: Any, offset: float, cast: bool, eps: floa
     for training in (True, False):
         for x_dtype, w_dtypes in weights.items():
             for w_dtype in w_dtypes:
-                calls = _Calls()
-                twin = _random_twin(module, w_dtype, training)
-                if not _is_formula(twin, calls, x_dtype, kind, offset, cast, eps):
+                twin, calls = _random_twin(module, w_dtype, training), _Calls()
+                y = _formula_of(twin, calls, x_dtype, kind, offset, cast, eps)
+                if y is None:
                     return None
-                seen |= calls.seen
-    return bool(seen & _AUTOCAST_OPS)
+                if x_dtype is not torch.float32:  # of FP32 autocast makes FP32
+                    found = calls.autocasts(y)
+                    if found is None or autocasts not in (None, found):
+                        return None
+                    autocasts = found
+    return autocasts
 
 
 def _random_twin(module: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
     twin = twin_of(module, training=training)
     made = {
-        name: None if p is None else nn.Parameter((torch.rand(p.shape) + 0.5).to(dtype))
+        name: None if p is None else nn.Parameter(((torch.rand(p.shape) + 0.5) * torch.randn(p.shape).sign()).to(dtype))
         for name, p in module._parameters.items()
     }
     twin.__dict__["_parameters"] = made
     return twin
 
 
-def _is_formula(
+def _formula_of(
     twin: nn.Module, calls: _Calls, dtype: torch.dtype, kind: Any, offset: float, cast: bool, eps: float
-) -> bool:
+) -> Tensor | None:
+    """What the twin gives, if that and its gradients are the formula's."""
     weight, bias = twin._parameters["weight"], twin._parameters.get("bias")
     assert weight is not None
     width = weight.shape[0]
     rows = max(8, _ELEMENTS // width)
-    sizes = torch.tensor([0.3, 1.0, 10.0, 1e3]).mul(eps**0.5).repeat(-(-rows // 4))[:rows]  # eps shows
+    sizes = torch.tensor([*(eps**0.5 * size for size in (0.3, 1.0, 10.0)), 3e3])  # eps shows, and so does a clamp
+    sizes = sizes.repeat(-(-rows // 4))[:rows]
     x = (torch.randn(rows, width) * sizes[:, None] + sizes[:, None] / 2).to(dtype).requires_grad_()
     dy = torch.randn(rows, width).to(dtype)
     before, seed, dice = contents(twin), torch.get_rng_state(), random.getstate()
-    with calls, torch.enable_grad():
-        y = twin(x.view(2, -1, width)) if rows % 2 == 0 else twin(x[None])
+    with calls:
+        given = x.view(2 - rows % 2, -1, width)
+        y = twin.forward(given)  # a hook is the class's to call, before and behind
     if contents(twin) != before or not torch.equal(seed, torch.get_rng_state()) or random.getstate() != dice:
-        return False
+        return None
     want, inverse_std, mean = norm_ref(
         x.detach(), weight.detach(), None if bias is None else bias.detach(), eps,
         kind=kind, weight_offset=offset, cast_before_weight=cast,
     )  # fmt: skip
-    if not isinstance(y, Tensor) or y.numel() != want.numel() or y.dtype != want.dtype:
-        return False
-    if y.shape[-1] != width or not _is_near(y.detach().reshape(rows, width), want):
-        return False
+    if type(y) is not Tensor or y.shape != given.shape or y.dtype != want.dtype or y is given:
+        return None
+    if not _is_near(y.detach().reshape(rows, width), want):
+        return None
     if dtype is not torch.float32:
-        return True
+        return y
     leaves = [x, weight] + ([] if bias is None else [bias])
     got = torch.autograd.grad(y.reshape(rows, width), leaves, dy, allow_unused=True)
     expected = norm_backward_ref(
         dy, x.detach(), weight.detach(), inverse_std, mean, weight_offset=offset, cast_before_weight=cast
     )
-    return all(
+    alike = all(
         g is not None and torch.allclose(g, e, 1e-3, 1e-3 * float(e.abs().max()))
         for g, e in zip(got, expected, strict=False)
         if e is not None
     )
+    return y if alike else None
 
 
 def _is_near(got: Tensor, want: Tensor) -> bool:

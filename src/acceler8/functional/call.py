@@ -71,8 +71,15 @@ class Call(NamedTuple):
             return self.cast("x", x, first, second)
         casts = self._cast_of("rows", first), self._cast_of("cols" if self.recipe.wgrad.is_fp8 else "rows", second)
         codes = [None if cast is None else shared.get(cast) for cast in casts]
+        rows, cols = casts
+        if rows is not None and rows.slot is not None and codes[0] is codes[1] is None:
+            # codes of a norm, which leaves no trace in the amax state: the cast for wgrad that is still to come does
+            if cols is not None and cols.orientation == "cols":
+                codes[0] = shared.get(rows._replace(records=False))
+            if codes[0] is not None:
+                shared.put(rows, codes[0])
         lacks = [cast is not None and found is None for cast, found in zip(casts, codes, strict=True)]
-        if shared.producer is not None:
+        if shared.producer is not None and (self.slots is None or self.slots.records):
             shared.producer.note_reader(self.recipe, None if self.slots is None else self.slots.x, self.needs_dw)
         if any(lacks):
             made = self.cast(

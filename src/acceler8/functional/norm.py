@@ -194,7 +194,7 @@ def norm(
                 raise ShapeError(
                     f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
                 )
-            amax, staging = slot.in_use, slot.staging if records else slot.staging.clone()
+            amax, staging = slot.in_use, slot.staging if records else torch.empty_like(slot.staging)
     compressed = compressed and torch.is_grad_enabled()
     call = _Call(
         float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns,

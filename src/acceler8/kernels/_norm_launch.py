@@ -20,6 +20,7 @@ from acceler8.kernels._norm_kernel import (
 )
 from acceler8.scaling import GRANULARITIES
 
+_NARROWEST = 128  # a row with filler of any cast: y must not depend on which codes are wanted of it
 WIDEST_ROW = 16384  # that a program holds: 32 elements a thread of the largest program
 _ELEMENTS, _PER_WARP, _MOST_WARPS = 4096, 512, 16  # 16 elements a thread: x, y and a maximum of each stay in registers
 # Programs that stay take 64 to 128 registers a thread (ptxas of Triton 3.6, sm_90a; only the widest spill, up to 248
@@ -96,7 +97,7 @@ def _grid(row_count: int, width: int, device: torch.device, stays: bool) -> _Gri
     """Programs that ``stay`` keep something of each column and walk over many rows, as many as find room at once.
     A fixed rule: sums depend on it.
     """
-    cols = 1 << (width - 1).bit_length()
+    cols = max(_NARROWEST, 1 << (width - 1).bit_length())
     rows = max(1, _ELEMENTS // cols)
     warps = min(_MOST_WARPS, rows * cols // _PER_WARP)
     blocks = programs = -(-row_count // rows)

@@ -24,7 +24,7 @@ from acceler8.nn.model_state import (
     load_fp8_state_dict,
     state_of,
 )
-from acceler8.nn.norm import FusedNorm, NormKind, NormState, fuse_norm, fused_norms, unfuse_norm
+from acceler8.nn.norm import FusedNorm, NormKind, NormState, fuse_norm, fused_norms, neighbourhood, unfuse_norm
 
 __all__ = [
     "DeferredLogits",
@@ -49,6 +49,7 @@ __all__ = [
     "fused_mlps",
     "fused_norms",
     "load_fp8_state_dict",
+    "neighbourhood",
     "run_as_one",
     "run_one_by_one",
     "state_of",

@@ -8,9 +8,9 @@ norm is not what it was at conversion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ class NormKind:
     """Name of the attribute."""
 
 
+class Reader(NamedTuple):
+    """What a norm knows of the layers that read its result."""
+
+    recipe: Recipe
+    slot: AmaxSlot | None
+    needs_dw: bool
+
+
 @dataclass
 class NormState:
     """What a converted norm knows. Plain data."""
@@ -54,20 +62,18 @@ class NormState:
     """The attributes at conversion: with others it is another norm."""
     why_not: str | None = None
     """Why the last forward in training mode was the author's; None if it was not, or there was none."""
-    recipe: Recipe | None = None
-    """Of the layers that read the result; None: nobody did yet, or no longer does."""
-    slot: AmaxSlot | None = None
-    needs_dw: bool = True
+    reader: Reader | None = None
+    """The last one; None: nobody read yet, or nobody does any longer."""
     unread: int = 0
     """Results in a row whose codes nobody read."""
 
     def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
         """A layer cast the result, or found its codes."""
-        self.recipe, self.slot, self.needs_dw, self.unread = recipe, slot, needs_dw, 0
+        self.reader, self.unread = Reader(recipe, slot, needs_dw), 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy learns anew who reads it: its layers have amax state of their own."""
-        return {**self.__dict__, "recipe": None, "slot": None, "unread": 0}
+        return {**self.__dict__, "reader": None, "unread": 0}
 
 
 class FusedNorm(nn.Module):
@@ -98,8 +104,9 @@ class FusedNorm(nn.Module):
             return f"{changed} is not what it was at conversion"
         if x.ndim == 0 or x.shape[-1:] != weight.shape or x.device != weight.device:
             return "its input has another width or device"
-        if x.dtype not in _DTYPES:
-            return f"its input is in {x.dtype}"
+        for t in (x, *self._parameters.values()):
+            if t is not None and t.dtype not in _DTYPES:
+                return f"its input or a weight is in {t.dtype}"
         kind = state.kind
         by_weight = kind.cast_before_weight or kind.weight_offset
         if x.dtype is not weight.dtype and not by_weight and not runs_in_fp32(kind.kind, x.device.type, kind.autocasts):
@@ -116,11 +123,14 @@ _classes = AuthorsClass(FusedNorm)
 def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
     """The norm of ``x``, which must be possible, with the codes that its readers want on the result."""
     state = module._acceler8_norm
-    kind, recipe = state.kind, state.recipe if torch.is_grad_enabled() else None
-    if recipe is not None:
+    kind, reader = state.kind, state.reader if torch.is_grad_enabled() else None
+    if reader is not None:
         state.unread += 1
         if state.unread > _TRIALS:
-            recipe = state.recipe = state.slot = None
+            reader = state.reader = None
+    if reader is not None and reader.slot is not None and not (reader.needs_dw and reader.recipe.wgrad.is_fp8):
+        reader = None  # the reader's cast for wgrad records the amax; without it the reader is to cast the rows too
+    recipe, slot, needs_dw = reader or (None, None, False)
     y, codes = norm(
         x,
         cast(Tensor, module._parameters["weight"]),
@@ -131,8 +141,9 @@ def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
         cast_before_weight=kind.cast_before_weight,
         autocasts=kind.autocasts,
         recipe=recipe,
-        slot=state.slot,
-        column_amax=state.needs_dw,
+        slot=slot,
+        records=False,  # whether this result is what the layer reads, only the layer knows
+        column_amax=needs_dw,
         compressed=state.compressed,
     )
     shared = shared_input(y)
@@ -142,10 +153,18 @@ def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
             shared.source = codes.source
         if recipe is not None and codes is not None:
             shared.column_amax = codes.column_amax
-            cast_of_y = Cast.of("rows", recipe, recipe.fprop.a, state.slot)
+            cast_of_y = Cast.of("rows", recipe, recipe.fprop.a, slot, records=slot is None)
             if codes.rows is not None and cast_of_y is not None:
                 shared.put(cast_of_y, codes.rows)
     return y
+
+
+def neighbourhood(norm: str, holders: Collection[str]) -> str:
+    """The innermost module around a norm that is one of ``holders``: of linear layers, say; else the root."""
+    around = norm.rpartition(".")[0]
+    while around and around not in holders:
+        around = around.rpartition(".")[0]
+    return around
 
 
 def fused_norms(model: nn.Module) -> Iterator[tuple[str, FusedNorm]]:
