@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-
 ONE_AT_A_TIME = threading.RLock()  # whether a forward draws random numbers shows in generators that all threads share
 
 
