@@ -207,6 +207,13 @@ def test_gradients_against_float64(make):
             torch.testing.assert_close(got[f"dnorm.{name}"], gradient.float(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(32, eps=0.05), lambda: Own(eps=0.05), lambda: Offset(eps=0.02)])
+def test_eps_is_the_modules(make):
+    model, plain = acceler8.convert(Block(make()), "rowwise"), make()
+    torch.testing.assert_close(model.norm(batch()), plain(batch()), atol=2e-6, rtol=2e-6)
+    assert norm_state(model).why_not is None
+
+
 def test_codes_that_nobody_reads_stop_and_come_back():
     model, x = converted(), batch()
     outcome(model, x)
@@ -477,10 +484,11 @@ def test_inputs_that_the_kernel_is_not_for():
 
 def test_two_models_in_two_threads():
     want = [train(converted("delayed", seed), 6) for seed in range(2)]
+    models = [converted("delayed", seed) for seed in range(2)]  # planning traces, with torch.fx: not beside a forward
     got: list[list[float]] = [[], []]
 
     def work(seed: int) -> None:
-        got[seed] = train(converted("delayed", seed), 6)
+        got[seed] = train(models[seed], 6)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
     for thread in threads:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from acceler8.backends import Fusion
 from acceler8.conversion.norms import find_norm
-from acceler8.conversion.twin import contents, twin_of
+from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
 from acceler8.functional.linears import cannot_merge
 from acceler8.nn import NormKind, neighbourhood
@@ -211,6 +211,7 @@ def find_gated_mlp(module: nn.Module) -> GatedMLP | None:
 
 
 def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | None:
+    ONE_AT_A_TIME.acquire()
     tracer, dice = _ChildrenAreLeaves(), random.getstate()
     try:
         twin = twin_of(module, training=training)
@@ -223,6 +224,7 @@ def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | None:
         return None
     finally:
         random.setstate(dice)
+        ONE_AT_A_TIME.release()
     if threw_dice or len(tracer.modes) > 1 or before != contents(twin):
         return None
     return _match(graph, module)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from acceler8.conversion.twin import contents, twin_of
+from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.kernels.norm import norm_backward_ref, norm_ref
 from acceler8.nn import NormKind
 
@@ -37,6 +37,7 @@ def find_norm(module: nn.Module) -> NormKind | None:
     eps = _eps_of(module)
     if eps is None or not _looks_like_one(module):
         return None
+    ONE_AT_A_TIME.acquire()
     dice = random.getstate()
     try:
         modes = torch.device("cpu"), torch.autocast("cpu", enabled=False)
@@ -49,6 +50,7 @@ def find_norm(module: nn.Module) -> NormKind | None:
         return None
     finally:
         random.setstate(dice)
+        ONE_AT_A_TIME.release()
     return None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 from torch import nn
+
+ONE_AT_A_TIME = threading.RLock()  # whether a forward draws random numbers shows in generators that all threads share
 
 
 def twin_of(module: nn.Module, *, training: bool) -> nn.Module:
