@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from acceler8.functional.call import PLAIN, Call, LinearSlots, once_only
-from acceler8.functional.kept_input import compress, expand
+from acceler8.functional.kept_input import compress, expand, saves_bytes
 from acceler8.functional.linears import rows_of
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
@@ -56,7 +56,7 @@ class _GatedMLP(torch.autograd.Function):
         saved: tuple[Tensor | None, Tensor | None] = None, None
         if needs_d_act or narrow.needs_dw:
             saved = gate_up, None
-            if recipe.save_for_backward == "fp8_compressed":
+            if recipe.save_for_backward == "fp8_compressed" and saves_bytes(gate_up.shape[1], gate_up.dtype):
                 saved = compress(gate_up)[:2]
         ctx.save_for_backward(
             *saved, gate if wide.needs_dx else None, up if wide.needs_dx else None, down if needs_d_act else None,
