@@ -81,6 +81,8 @@ class _GatedMLP(torch.autograd.Function):
         with torch.no_grad():
             if of_codes is not None:
                 gate_up = expand(gate_up, of_codes, *ctx.of_gate_up)
+            # the activation of what was in FP8 is another one, whose amax is not that of forward
+            of_act = narrow if of_codes is None else narrow.again()
             dy = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
             dy_rows, dy_kept = narrow.cast(
                 "dy", dy, dgrad.a if down is not None else PLAIN, wgrad.a if narrow.needs_dw else PLAIN
@@ -89,10 +91,10 @@ class _GatedMLP(torch.autograd.Function):
             if down is not None:
                 d_act = narrow.multiply(dgrad, dy_rows, narrow.weight(down, "cols", dgrad.b))
                 del dy_rows
-                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, ctx.activation, wide, narrow)
+                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, ctx.activation, wide, of_act)
                 del d_act
             elif narrow.needs_dw:
-                _, act_kept, _ = _activate(gate_up, ctx.activation, PLAIN, wgrad.b, narrow)
+                _, act_kept, _ = _activate(gate_up, ctx.activation, PLAIN, wgrad.b, of_act)
             if narrow.needs_dw:
                 ddown = _as(narrow.multiply(wgrad, dy_kept, act_kept), narrow.w_dtype)
             del dy_kept, act_kept

@@ -83,13 +83,9 @@ class KeptInput(NamedTuple):
 
 
 def cast_for_wgrad(x: Tensor, call: Call, column_amax: Tensor | None = None) -> Quantized:
-    """Codes of ``x`` [M, K] as wgrad reads them.
-
-    Where forward cast ``x`` too, this leaves no trace: amax histories and observers have seen it.
-    """
+    """Codes of ``x`` [M, K] as wgrad reads them; without a trace if forward cast ``x`` too."""
     if call.recipe.fprop.a.is_fp8:
-        slots = None if call.slots is None else call.slots._replace(records=False)
-        call = call._replace(slots=slots, observer=None)
+        call = call.again()
     wgrad = call.recipe.wgrad.b
     _, made = call.quantize("x", x, None, wgrad.format, wgrad.granularity, column_amax)
     assert made is not None

@@ -87,7 +87,7 @@ class SharedInput:
             self.leave(x)
 
     def leave(self, x: Tensor) -> None:
-        """Take all from ``x`` but its source: who reads ``x`` once more, as checkpointing does, keeps the same of it."""
+        """Take all from ``x`` but its source: who reads ``x`` again, as checkpointing does, keeps the same of it."""
         if x.__dict__.get(_ATTRIBUTE) is not self:
             return
         if self.source is None:
