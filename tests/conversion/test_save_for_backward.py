@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.functional.support import NAMES, sqnr_db
 POLICIES = ("fp8", "fp8_compressed", "bf16")
 each_name = pytest.mark.parametrize("name", NAMES)
 each_policy = pytest.mark.parametrize("policy", POLICIES)
+THIRD_CAST = 10 * math.log10(3 / 2)
+"""Decibels that a cast costs beside two of the same noise, such as those of a weight's gradient."""
 TOKENS, WIDTH, HIDDEN, LAYERS = 64, 128, 384, 2
 
 
@@ -182,10 +185,12 @@ def test_one_forward_and_the_gradients_of_codes(name, dtype):
     assert_equal(steps["bf16"], steps["fp8"])
     assert torch.equal(steps["fp8_compressed"]["loss"], steps["fp8"]["loss"])
     exact = step(llama(torch.float64))
+    drops = []
     for key, want in exact.items():
         less, more = (sqnr_db(steps[policy][key], want).item() for policy in ("fp8", "fp8_compressed"))
-        # casts of x, and of gate and up, beside those that fp8 makes
-        assert more > less - 10 * torch.log10(torch.tensor(2.0)).item(), (key, less, more)
+        drops.append(less - more)
+        assert drops[-1] < 2 * THIRD_CAST, (key, less, more)
+    assert sum(drops) / len(drops) < THIRD_CAST / 2, drops  # most of the noise comes from forward, which is the same
 
 
 @each_policy

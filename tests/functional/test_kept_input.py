@@ -48,7 +48,7 @@ class Block:
         self.dys = [
             torch.randn(*shape, out, generator=g).mul_(1e-2).to(dtype) for _ in range(1 + 2 * (kind == "linears"))
         ]
-        self.weight_offset = 0.0
+        self.options: dict[str, Any] = {}
         self.state = AmaxState([f"{i}.{r}" for i in range(2) for r in "xwdy"], 4, "max", 1, torch.device("cpu"))
 
     @property
@@ -65,10 +65,8 @@ class Block:
         """The norm's result, carrying what a converted norm leaves on it; with ``codes`` as one that has learned."""
         slots = self.slots()
         slot = None if slots is None else slots[0].x
-        y, beside = norm(
-            x, self.gain, None, 1e-6, recipe=self.recipe if codes else None, slot=slot,
-            weight_offset=self.weight_offset, compressed=self.recipe.save_for_backward == "fp8_compressed",
-        )  # fmt: skip
+        options = {"eps": 1e-6, "compressed": self.recipe.save_for_backward == "fp8_compressed", **self.options}
+        y, beside = norm(x, self.gain, recipe=self.recipe if codes else None, slot=slot, **options)
         shared = shared_input(y)
         if shared is not None and beside is not None:
             shared.source, shared.column_amax = beside.source, beside.column_amax
@@ -230,24 +228,33 @@ def test_the_first_step_and_later_ones_are_alike(name, kind, policy):
     assert same(Block(kind, recipe).run(codes=True), Block(kind, recipe).run(codes=False))
 
 
-def test_the_result_is_made_again_by_the_norm_that_made_it():
-    """Gemma's offset, a LayerNorm's mean and bias, a rounding before the weight: each is in the result made again."""
-    g = torch.Generator().manual_seed(0)
-    w = torch.randn(64, WIDTH, generator=g).requires_grad_()
-    gain, bias = (torch.randn(WIDTH, generator=g).mul_(0.1).add_(i).requires_grad_() for i in (0.0, 3.0))
-    x = (torch.randn(256, WIDTH, generator=g) + 2.0).requires_grad_()
-    dy = torch.randn(256, 64, generator=g)
-    recipe = with_policy("rowwise", "fp8_compressed")
-    for options in (
-        {"weight_offset": 1.0}, {"kind": "layer"}, {"kind": "layer", "weight_offset": 2.0}, {"eps": 3.0},
-        {"cast_before_weight": True},
-    ):  # fmt: skip
-        with_bias = bias if options.get("kind") == "layer" else None
-        y, codes = norm(x, gain, with_bias, compressed=True, **options)
-        shared_input(y).source = codes.source
-        (dw,) = torch.autograd.grad(linear(y, w, recipe=recipe), w, dy)
-        exact = dy.double().t() @ y.detach().double()
-        assert sqnr_db(dw, exact) > 25, options
+@each_name
+@pytest.mark.parametrize("kind", ["linear", "linears"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"weight_offset": 1.0}, {"cast_before_weight": True}, {"kind": "layer"}, {"kind": "layer", "eps": 3e4},
+        {"kind": "layer", "bias": True, "weight_offset": 2.0}, {"cast_before_weight": True, "dtype": torch.float32},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_input_that_fp8_holds_exactly(options, kind, name):
+    """Then what is made again is what was there, to the bit: by the very norm, in its dtype, cast by its own amaxes."""
+    runs = []
+    for policy in ("fp8", "fp8_compressed"):
+        block = Block(kind, with_policy(name, policy))
+        codes = torch.randint(0, 0x7F, block.x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+        codes[:, 0] = 0x7E  # 448 in each block: the scale is 1
+        x = codes.view(torch.float8_e4m3fn).to(block.x.dtype)
+        block.x = torch.where(codes % 2 == 0, x, -x).requires_grad_()
+        block.options = {key: value for key, value in options.items() if key not in ("bias", "dtype")}
+        if "bias" in options:
+            block.options["bias"] = torch.linspace(-3, 3, WIDTH).to(x.dtype).requires_grad_()
+        if "dtype" in options:  # the weights', to which the norm's result is promoted
+            block.gain, *block.weights = (t.detach().to(options["dtype"]).requires_grad_() for t in block.leaves[1:])
+            block.dys = [dy.to(options["dtype"]) for dy in block.dys]
+        runs.append(block.run())
+    assert same(*runs)
 
 
 # ---------------------------------------------------------------------------------------------- shapes, dtypes, modes
