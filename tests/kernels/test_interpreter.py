@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("test_triton", "", 100),
         ("test_concatenated", "", 20),
         ("test_cross_entropy", "", 15),
+        ("test_dequantize", "", 35),
         ("test_gated", "silu and rowwise", 2),
         ("test_norm", "rowwise", 2),
         pytest.param("test_gated", "", 60, marks=pytest.mark.slow),

@@ -63,6 +63,11 @@ class Call(NamedTuple):
         rows, codes = self.cast_input(flat)
         return rows, None if codes is None else KeptCodes(codes, recipe.wgrad.b.granularity)
 
+    def again(self) -> Call:
+        """For what forward has cast already: amax histories and observers have seen it."""
+        slots = None if self.slots is None else self.slots._replace(records=False)
+        return self._replace(slots=slots, observer=None)
+
     def cast_input(self, x: Tensor) -> tuple[Quantized | None, Quantized | None]:
         """Codes of ``x`` for fprop and for wgrad; those that another reader of ``x`` made, if there are any."""
         first, second = self.recipe.fprop.a, self.recipe.wgrad.b if self.needs_dw else PLAIN

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from acceler8.functional.call import PLAIN, Call, LinearSlots, once_only
-from acceler8.functional.kept_input import compress
+from acceler8.functional.kept_input import compress, saves_bytes
 from acceler8.functional.linears import rows_of
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
@@ -56,7 +56,7 @@ class _GatedMLP(torch.autograd.Function):
         saved: tuple[Tensor | None, Tensor | None] = None, None
         if needs_d_act or narrow.needs_dw:
             saved = gate_up, None
-            if recipe.save_for_backward == "fp8_compressed":
+            if recipe.save_for_backward == "fp8_compressed" and saves_bytes(gate_up.shape[1], gate_up.dtype):
                 saved = compress(gate_up)[:2]
         ctx.save_for_backward(
             *saved, gate if wide.needs_dx else None, up if wide.needs_dx else None, down if needs_d_act else None,
@@ -82,6 +82,8 @@ class _GatedMLP(torch.autograd.Function):
             width, kept_dtype = ctx.of_gate_up
             if of_codes is not None:
                 gate_up = Quantized(gate_up, of_codes, BLOCK_1x128)
+            # the activation of what was in FP8 is another one, whose amax is not that of forward
+            of_act = narrow if of_codes is None else narrow.again()
             dy = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
             dy_rows, dy_kept = narrow.cast(
                 "dy", dy, dgrad.a if down is not None else PLAIN, wgrad.a if narrow.needs_dw else PLAIN
@@ -90,11 +92,11 @@ class _GatedMLP(torch.autograd.Function):
             if down is not None:
                 d_act = narrow.multiply(dgrad, dy_rows, narrow.weight(down, "cols", dgrad.b))
                 del dy_rows
-                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, kept_dtype, ctx.activation, wide, narrow)
+                d_rows, d_kept, act_kept = _differentiate(d_act, gate_up, kept_dtype, ctx.activation, wide, of_act)
                 del d_act
             elif narrow.needs_dw:
                 gate_up = dequantize(gate_up, width, kept_dtype) if of_codes is not None else gate_up
-                _, act_kept, _ = _activate(gate_up, ctx.activation, PLAIN, wgrad.b, narrow)
+                _, act_kept, _ = _activate(gate_up, ctx.activation, PLAIN, wgrad.b, of_act)
             if narrow.needs_dw:
                 ddown = _as(narrow.multiply(wgrad, dy_kept, act_kept), narrow.w_dtype)
             del dy_kept, act_kept

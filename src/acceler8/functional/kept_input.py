@@ -83,13 +83,19 @@ class KeptInput(NamedTuple):
 
 
 def cast_for_wgrad(x: Tensor, call: Call, column_amax: Tensor | None = None) -> Quantized:
-    """Codes of ``x`` [M, K] as wgrad reads them. Leaves no trace in amax histories: forward did."""
-    if call.slots is not None:
-        call = call._replace(slots=call.slots._replace(records=False))
+    """Codes of ``x`` [M, K] as wgrad reads them; without a trace if forward cast ``x`` too."""
+    if call.recipe.fprop.a.is_fp8:
+        call = call.again()
     wgrad = call.recipe.wgrad.b
     _, made = call.quantize("x", x, None, wgrad.format, wgrad.granularity, column_amax)
     assert made is not None
     return made
+
+
+def saves_bytes(cols: int, dtype: torch.dtype) -> bool:
+    """True if ``compress`` makes a tensor of so many columns smaller: codes are filled up to whole blocks."""
+    filled = BLOCK_1x128.contraction_multiple * (BLOCK_1x128.scale_shape(1, cols)[1])
+    return filled + 4 * filled // BLOCK_1x128.cols < cols * dtype.itemsize
 
 
 def compress(x: Tensor) -> Quantized:

@@ -18,7 +18,7 @@ from acceler8.errors import ShapeError
 from acceler8.formats import Format
 from acceler8.functional.call import Call, once_only
 from acceler8.functional.input_codes import InputCodes
-from acceler8.functional.kept_input import Tensors, cast_for_wgrad, compress, expand
+from acceler8.functional.kept_input import Tensors, cast_for_wgrad, compress, expand, saves_bytes
 from acceler8.kernels import Quantized, norm_backward, norm_forward
 from acceler8.kernels.norm import Kind, result_dtype
 from acceler8.recipes import Recipe
@@ -169,10 +169,10 @@ def norm(
         no trace in it. ``column_amax`` False leaves out the amax of columns, else found where gradients are on and
         the recipe's wgrad takes row scales.
     ``autocasts``: the plain module calls PyTorch's own rms_norm or layer_norm, which autocast on CUDA runs in FP32;
-        ``compressed``: what is kept of x for backward is FP8 with a scale for 128 elements, and ``codes.source`` makes
-        y again from it.
         None: it does unless it rounds before the weight or adds an offset. Elsewhere y has the dtype of x, or that to
         which x and weight promote if it rounds before the weight.
+    ``compressed``: what is kept of x for backward is FP8 with a scale for 128 elements, if that is less, and
+        ``codes.source`` makes y again from it.
     Gradients come in the dtypes of their tensors; weight and bias sum in FP32.
     Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for.
     """
@@ -195,7 +195,8 @@ def norm(
                     f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
                 )
             amax, staging = slot.in_use, slot.staging if records else torch.empty_like(slot.staging)
-    compressed = compressed and torch.is_grad_enabled()
+    saves_x = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    compressed = compressed and saves_x and saves_bytes(x.shape[-1], x.dtype)
     call = _Call(
         float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns,
         compressed,

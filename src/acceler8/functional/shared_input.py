@@ -81,15 +81,20 @@ class SharedInput:
         self._codes[cast] = codes
 
     def read(self, x: Tensor, readers: int) -> None:
-        """One of ``readers`` layers has read; behind the last one nothing lies on ``x`` any more."""
+        """One of ``readers`` layers has read; behind the last one no codes lie on ``x`` any more."""
         self._left = (readers if self._left is None else self._left) - 1
         if self._left <= 0:
             self.leave(x)
 
     def leave(self, x: Tensor) -> None:
-        """Take everything away from ``x``."""
-        if x.__dict__.get(_ATTRIBUTE) is self:
+        """Take all from ``x`` but its source: who reads ``x`` again, as checkpointing does, keeps the same of it."""
+        if x.__dict__.get(_ATTRIBUTE) is not self:
+            return
+        if self.source is None:
             del x.__dict__[_ATTRIBUTE]
+        else:
+            x.__dict__[_ATTRIBUTE] = left = SharedInput(self.version)
+            left.source = self.source
 
 
 def can_carry(x: Tensor) -> bool:

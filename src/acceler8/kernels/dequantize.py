@@ -67,7 +67,7 @@ def _dequantize_triton(codes: Tensor, scale_inv: Tensor, cols: int, dtype: torch
 
 def dequantize_ref(codes: Tensor, scale_inv: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
     """Reference in plain PyTorch."""
-    return Quantized(codes, scale_inv, BLOCK_1x128).dequantize(cols).to(dtype)
+    return Quantized(codes, scale_inv, BLOCK_1x128).dequantize(cols).to(dtype).contiguous()
 
 
 def _dequantize(codes: Tensor, scale_inv: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
