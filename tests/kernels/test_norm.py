@@ -7,6 +7,7 @@ The same tests run on the reference (CPU), on a GPU's kernels, and, started by `
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pytest
@@ -25,7 +26,8 @@ from acceler8.kernels import (
     quantize,
     quantize_ref,
 )
-from acceler8.kernels._triton import INTERPRETED
+from acceler8.kernels._norm_kernel import norm_forward_kernel
+from acceler8.kernels._triton import HAVE_TRITON, INTERPRETED, LAUNCH_OPTIONS
 from acceler8.scaling import GRANULARITIES, ROWWISE, TENSORWISE, BLOCK_1x128, BLOCK_128x128, MX_1x32
 from tests.kernels.support import DATA, DTYPES, assert_same, lay_out, make
 
@@ -274,8 +276,7 @@ def test_any_layout(kind, device):
         for a, c in zip(norm_backward(dy_odd, odd, odd_w, got.inverse_std, got.mean), grads, strict=True):
             assert torch.equal(a, c), layout
     rows_apart = torch.stack([x, x], 1).to(device)[:, 0]
-    apart = norm_forward(rows_apart, *on(device, w, b), 1e-5, kind=kind, rows=E4M3, granularity=ROWWISE)
-    assert torch.equal(apart.y, first.y)
+    assert torch.equal(norm_forward(rows_apart, w.to(device), b.to(device), 1e-5, kind=kind).y, first.y)
     expanded = dy.to(device)[:1].expand(7, 48)
     for a, c in zip(
         norm_backward(expanded, x.to(device), w.to(device), first.inverse_std, first.mean),
@@ -416,3 +417,74 @@ def test_a_tensor_on_the_second_gpu_is_worked_on_there():
     assert {t.device.index for t in (made.y, made.rows.codes, made.column_amax, dx, dw)} == {1}
     assert_same(made.rows, *quantize_ref(made.y.cpu(), E4M3, ROWWISE)[:2], "second")
     assert torch.cuda.current_device() == 0
+
+
+ASKED = [  # codes, granularity, amax of columns, delayed
+    (None, ROWWISE, False, False),
+    (None, ROWWISE, True, False),
+    (E4M3, ROWWISE, True, False),
+    (E4M3, TENSORWISE, False, False),
+    (E4M3, TENSORWISE, False, True),
+    (E4M3, BLOCK_1x128, False, False),
+]
+
+
+@on_each_device
+@dtypes
+@kinds
+def test_y_does_not_depend_on_what_else_is_asked(kind, dtype, device):
+    """A norm learns from its readers which codes they want; a run that resumes has not learned yet."""
+    for m, d in ((9, 48), (33, 384)) + (((64, 2048), (64, 4096), (5, 8192)) if device == "cuda" else ()):
+        x, w, b, _ = on(device, *tensors(m, d, dtype, d))
+        ys = []
+        for rows, granularity, column_amax, delayed in ASKED:
+            amax = torch.ones(2, device=device) if delayed else [None, None]
+            made = norm_forward(
+                x, w, b if kind == "layer" else None, 1e-5, kind=kind, rows=rows, granularity=granularity,
+                column_amax=column_amax, amax=amax[0] if amax[0] is None else amax[:1],
+                staging=amax[1] if amax[1] is None else amax[1:],
+            )  # fmt: skip
+            ys.append(made.y)
+        for y in ys[1:]:
+            assert torch.equal(y, ys[0]), (m, d)
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="needs the triton package, and not its interpreter")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_sums_have_one_order_whatever_is_asked(kind, dtype):
+    """The layout of the sums, from which their order follows, as the compiler chooses it for a GPU."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {
+        "x": dtype, "weight": dtype, "bias": dtype, "known": "i32", "staging": "i32", "found": "i32", "column": "i32",
+        "y": dtype, "inverse_std": "fp32", "mean": "fp32", "codes": "u8", "scale_inv": "fp32",
+    }  # fmt: skip
+    signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()}
+    signature |= dict.fromkeys(("row_count", "col_count", "row_stride", "width", "steps"), "i32")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature) - 1)}
+    layouts = set()
+    for rows, granularity, column_amax, delayed in ASKED:
+        is_tensor = rows is not None and granularity is TENSORWISE
+        options = {
+            "EPS": 1e-5, "LAYER": kind == "layer", "WEIGHT": True, "BIAS": True, "OFFSET": 0.0, "CAST_FIRST": False,
+            "CODES": rows is not None and (delayed or not is_tensor), "TENSOR": is_tensor, "DELAYED": delayed,
+            "COLUMN": column_amax, "E5M2": False, "FMT_MAX": 448.0, "POW2": False, "MARGIN": 1.0,
+            "GROUP": granularity.cols, "HARDWARE": True, "ROWS": 2, "COLS": 2048,
+        }  # fmt: skip
+        source = ASTSource(
+            norm_forward_kernel,
+            {**signature, **dict.fromkeys(options, "constexpr")},
+            {(len(signature) + i,): value for i, value in enumerate(options.values())},
+            aligned,
+        )
+        code = compile(source, target=GPUTarget("cuda", 90, 32), options={**LAUNCH_OPTIONS, "num_warps": 8}).asm[
+            "ttgir"
+        ]
+        named = dict(re.findall(r"^(#\w+) = (.*)$", code, flags=re.MULTILINE))
+        sums = re.findall(r'"tt.reduce".*?arith\.addf.*?\(tensor<[^#]*(#\w+)>', code, flags=re.DOTALL)
+        assert len(sums) == 1 + (kind == "layer")
+        layouts.add(tuple(named[name] for name in sums))
+    assert len(layouts) == 1

@@ -87,6 +87,7 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Whole rows in a program, ``steps`` blocks of them; maxima of columns stay in its registers until its end.
 
+    y does not depend on which codes are asked for, to the bit.
     TENSOR: ``found`` gets the amax of y. CODES of a tensor that has one scale are made here only if DELAYED; else, and
     where the amax of earlier steps is no good, ``cast_rows_kernel`` makes them.
     """
@@ -136,6 +137,11 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
                     tl.store(scale_inv_ptr + rows[:, None] * groups + group, scale_inv, mask=is_row & (group < groups))
             codes = encode(y, _spread(scale, GROUP, ROWS, COLS), FMT_MAX, E5M2, HARDWARE)
             tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=is_row & (cols < width)[None, :])
+        else:  # stores nothing: Triton lays y out for its widest store, and the layout is the order of the sums
+            tl.store(
+                codes_ptr + rows[:, None] * width + cols[None, :], (bits >> 20).to(tl.uint8),
+                mask=is_row & (cols < -width)[None, :],
+            )  # fmt: skip
         if TENSOR or COLUMN:
             largest = tl.maximum(largest, bits)
     if TENSOR or COLUMN:
