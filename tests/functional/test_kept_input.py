@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from acceler8 import recipes
 from acceler8.functional import LinearSlots, WeightCodes, linear, norm
 from acceler8.functional.gated_mlp import gated_mlp
-from acceler8.functional.kept_input import compress, expand, saves_bytes
+from acceler8.functional.kept_input import compress, expand, is_kept_by_its_maker, saves_bytes
 from acceler8.functional.linears import linears
 from acceler8.functional.shared_input import shared_input
 from acceler8.recipes import Recipe
@@ -632,3 +632,44 @@ def test_compiles_whole(policy):
         torch.autograd.grad(got, leaves, block.dys), torch.autograd.grad(want, leaves, block.dys), strict=True
     ):
         assert torch.equal(a, b)
+
+
+MADE = {
+    "its maker's result": (lambda t: torch.sigmoid(t.flatten(1)), True),
+    "a view of it": (lambda t: torch.sigmoid(t.transpose(1, 2)).transpose(1, 2).flatten(1), True),
+    "a copy of it": (lambda t: torch.sigmoid(t).transpose(1, 2).flatten(1), False),
+    "half of it": (lambda t: torch.sigmoid(t).flatten(1)[:, : t.shape[1] * t.shape[2] // 2], False),
+    "made by what keeps its input": (lambda t: F.gelu(t).flatten(1), False),
+    "a leaf": (lambda t: t.detach().flatten(1).requires_grad_(), False),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@each_name
+def test_an_input_that_its_maker_keeps_is_not_kept_twice(name, made):
+    """As attention keeps its result: then that is what stays, not codes beside it, and the gradients are the same."""
+    make, is_kept = MADE[made]
+    recipe = recipes.get(name)
+    g = torch.Generator().manual_seed(0)
+    t = torch.randn(16, 8, 32, generator=g).bfloat16().requires_grad_()
+    w = torch.randn(64, 256, generator=g).mul_(0.06).bfloat16().requires_grad_()
+    if made == "half of it":
+        w = w.detach()[:, :128].clone().requires_grad_()
+    state = AmaxState(["x", "w", "dy"], 4, "max", 1, torch.device("cpu"))
+    slots = LinearSlots(*(AmaxSlot(state, i) for i in range(3))) if recipe.is_delayed else None
+
+    def run(policy: str) -> tuple[list[Tensor], list[Tensor]]:
+        x = make(t)
+        assert is_kept_by_its_maker(x) is is_kept
+        state.data.zero_()
+        y = linear(x, w, recipe=recipe.replace(save_for_backward=policy), slots=slots)
+        saved = [s for s in y.grad_fn.saved_tensors if s is not None and s.data_ptr() != w.data_ptr()]
+        inputs = [t, w] if made != "a leaf" else [x, w]
+        return [y, *torch.autograd.grad(y, inputs, torch.ones_like(y) * 0.01), state.data.clone()], saved, x
+
+    wants_codes = not (recipe.wgrad.b.is_fp8 and not recipe.wgrad.is_fp8)
+    got, saved, x = run("fp8")
+    assert (saved[0].data_ptr() == x.data_ptr()) is (is_kept and wants_codes)
+    if wants_codes:
+        want, _, _ = run("bf16")
+        assert same(got, want)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acceler8.errors import DoubleBackwardError
 from acceler8.formats import Format
-from acceler8.functional.kept_input import Kept, KeptCodes, KeptInput
+from acceler8.functional.kept_input import Kept, KeptCodes, KeptInput, is_kept_by_its_maker
 from acceler8.functional.shared_input import Cast, SharedInput
 from acceler8.functional.weight_codes import WeightCodes
 from acceler8.kernels import Quantized, multiply, quantize, quantize_concatenated
@@ -58,6 +58,8 @@ class Call(NamedTuple):
                 kept = KeptInput(x)
             elif recipe.save_for_backward == "fp8_compressed" and shared is not None:
                 kept = shared.source
+            if kept is None and shared is None and is_kept_by_its_maker(x):
+                kept = KeptInput(x)
             if kept is not None:
                 return self._replace(needs_dw=False).cast_input(flat)[0], kept
         rows, codes = self.cast_input(flat)

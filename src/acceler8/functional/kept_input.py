@@ -1,6 +1,7 @@
 """What a linear layer keeps of its input for wgrad, by the recipe's ``save_for_backward``.
 
-    fp8             the codes that wgrad multiplies
+    fp8             the codes that wgrad multiplies; or the input itself, cast in backward, where the operation that
+                    made it keeps it anyway, as attention does, and this layer alone reads it
     fp8_compressed  behind a norm, what the norm keeps itself: its input in FP8, from which its result is made again and
                     cast; elsewhere the codes
     bf16            the input as it is, cast in backward
@@ -80,6 +81,36 @@ class KeptInput(NamedTuple):
     def without_tensors(self) -> KeptInput:
         """Nothing."""
         return KeptInput(None)
+
+
+_RESULTS = ("_saved_result", "_saved_output", "_saved_out")
+_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward", "PermuteBackward")
+_MOST_VIEWS = 4
+
+
+def is_kept_by_its_maker(x: Tensor) -> bool:
+    """True if the operation that made ``x``, or of which it is a view, saved that very memory for its own backward.
+
+    False where this cannot be told cheaply: in compiled code, and under hooks that pack what is saved.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ):
+        return False
+    node = x.grad_fn
+    for _ in range(_MOST_VIEWS):
+        if node is None:
+            return False
+        for name in _RESULTS:
+            if hasattr(node, name):
+                result = getattr(node, name)
+                return isinstance(result, Tensor) and result.data_ptr() == x.data_ptr() and result.numel() == x.numel()
+        if not node.name().startswith(_VIEWS):
+            return False
+        node = node.next_functions[0][0]
+    return False
 
 
 def cast_for_wgrad(x: Tensor, call: Call, column_amax: Tensor | None = None) -> Quantized:
