@@ -14,7 +14,7 @@ from torch import nn
 
 from acceler8 import Accelerator, recipes
 from acceler8.checkpoint import load
-from acceler8.checkpoint.project import ProjectConfiguration
+from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.nn import fp8_layers, fp8_state_dict
 from acceler8.utils import NativeRecipeKwargs
@@ -501,7 +501,7 @@ def test_automatic_names_keep_the_newest(tmp_path, caplog):
 
     again = Run(1, project_config=project(tmp_path, total_limit=2))
     again.accelerator.project_configuration.iteration = 2
-    with pytest.raises(CheckpointError, match=r"checkpoint_2 exists already; load_state\(\) first"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_3 exists already, .* is 2; load_state\(\) first"):
         again.save(None)
     assert again.load().steps == 4
     assert again.train(2) == after
@@ -514,6 +514,25 @@ def test_automatic_names_keep_the_newest(tmp_path, caplog):
     assert "skipping checkpoint_4, which is not whole" in caplog.text
     assert third.save(None).name == "checkpoint_5"
     assert names(tmp_path) == ["checkpoint_3", "checkpoint_4", "checkpoint_5", "mine"]
+
+
+def test_automatic_names_do_not_begin_below_those_of_an_older_run(tmp_path):
+    run = Run(0, project_config=project(tmp_path, total_limit=1))
+    for _ in range(3):
+        run.save(None)
+    assert names(tmp_path) == ["checkpoint_2"]
+    other = Run(1, project_config=project(tmp_path, total_limit=1))
+    with pytest.raises(CheckpointError, match=r"checkpoint_2 exists already, .* is 0; .* its own project_dir"):
+        other.save(None)
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_the_folder_just_written_stays(tmp_path):
+    run = Run(0)
+    folders = [run.save(tmp_path / f"checkpoint_{n}") for n in (1, 5, 9)]
+    assert drop_oldest(tmp_path, 2, folders[0]) == [folders[1]]
+    assert drop_oldest(tmp_path, 1, folders[0]) == [folders[2]]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
 
 
 def test_the_oldest_goes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ class Checkpoints:
         config = self.project_configuration
         if config.automatic_checkpoint_naming:
             target = config.checkpoints().resolve() / f"checkpoint_{config.iteration}"
-            self._group.run(lambda: _check_free(target))
+            self._group.run(lambda: _check_free(target, config.iteration))
         elif output_dir is None:
             raise CheckpointError("save_state got no output_dir; give one, or set automatic_checkpoint_naming")
         else:
@@ -134,7 +134,7 @@ class Checkpoints:
             config.iteration += 1
             limit = config.total_limit
             if limit is not None:
-                self._group.run(lambda: drop_oldest(target.parent, limit) if self._is_writer else None)
+                self._group.run(lambda: drop_oldest(target.parent, limit, target) if self._is_writer else None)
         _log.info("saved step %d to %s", self.clock.ticks, target)
         return str(target)
 
@@ -343,11 +343,14 @@ class Checkpoints:
         return Together(here.process_index, here.num_processes, here.device)
 
 
-def _check_free(target: Path) -> None:
-    if target.exists():
+def _check_free(target: Path, iteration: int) -> None:
+    """No checkpoint may have this number or a higher one: the highest is what ``load_state`` takes for the newest."""
+    taken = [path for number, path in numbered(target.parent).items() if number >= iteration]
+    if taken or target.exists():
+        highest = taken[-1] if taken else target
         raise CheckpointError(
-            f"{target} exists already; load_state() first, which continues its numbers, or set"
-            " project_configuration.iteration"
+            f"{highest} exists already, and the next number is {iteration}; load_state() first, which continues its"
+            " numbers, or set project_configuration.iteration above it, or give this run its own project_dir"
         )
 
 
