@@ -143,7 +143,8 @@ class Checkpoint:
     def _prepare_optimizer(self, model: nn.Module | None, optimizer: Optimizer, strict: bool) -> Action:
         if model is None:
             raise CheckpointError("restore(optimizer=) needs model= too: it names the optimizer's parameters")
-        return load_named_state(self.part("optimizer"), model, optimizer, strict=strict)
+        part, version = self.part("optimizer"), self.versions["torch"]
+        return load_named_state(part, model, optimizer, strict=strict, torch_version=version)
 
     def _prepare_extra(self, extra: Mapping[str, Stateful]) -> list[Action]:
         saved = self.part("extra") if extra else {}
