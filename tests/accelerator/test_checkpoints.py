@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from acceler8 import Accelerator, recipes
+from acceler8 import Accelerator, checkpoint, recipes
 from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest
 from acceler8.errors import CheckpointError, ConfigError
@@ -550,6 +550,56 @@ def test_the_oldest_goes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
 
 def _full_disk(*_):
     raise OSError(28, "No space left on device")
+
+
+def test_models_in_another_order_are_told_apart(tmp_path):
+    def prepared(is_swapped, wide=8):
+        accelerator, models = Accelerator(cpu=True), [nn.Linear(4, 4), nn.Linear(4, wide)]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+        order = [1, 0] if is_swapped else [0, 1]
+        for i in order:
+            models[i] = accelerator.prepare(models[i])
+        for i in [0, 1] if wide == 4 else order:
+            optimizers[i] = accelerator.prepare(optimizers[i])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        return accelerator
+
+    for wide, match in (
+        (8, r"model 0, a Linear: .* of another shape: .*; prepare models in the same order"),
+        (4, r"names are those of another model, 'model_1:'; prepare in the same order as when saved"),
+    ):
+        prepared(False, wide).save_state(tmp_path / "c")
+        with pytest.raises(CheckpointError, match=match):
+            prepared(True, wide).load_state(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "/", ".", 3, b"c", "~nobody-here/c"], ids=repr)
+def test_a_folder_that_is_none(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = Run(0)
+    with pytest.raises(CheckpointError, match=r"save_state: output_dir is .*(give|name a folder)"):
+        run.save(name)
+    with pytest.raises(CheckpointError, match=r"save: folder is .*(give|name a folder)"):
+        checkpoint.save(name, model=run.model)
+    if name not in ("/", "."):
+        with pytest.raises(CheckpointError, match=r"load_state: input_dir is .*; give"):
+            run.load(name)
+        with pytest.raises(CheckpointError, match=r"save_model: save_directory is .*; give"):
+            run.accelerator.save_model(run.model, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("progress", [[1], "x", 3])
+def test_progress_that_is_no_dict(tmp_path, progress):
+    with pytest.raises(CheckpointError, match=r"progress is a .*; allowed: a dict of plain values"):
+        Run(0).save(tmp_path / "c", progress=progress)
+
+
+def test_a_class_is_not_registered():
+    with pytest.raises(CheckpointError, match=r"argument 1 is the class Counter; allowed: objects"):
+        Accelerator(cpu=True).register_for_checkpointing(Counter(), Counter)
 
 
 def test_no_name_and_no_checkpoint(tmp_path):

@@ -114,7 +114,7 @@ def test_two_writers_of_one_folder(tmp_path):
     with whole_folder(tmp_path / "c", OWNED) as building:
         (building / "mine").write_text("half")
         with pytest.raises(
-            CheckpointError, match="another process is saving to .*c; give each its own folder, or wait"
+            CheckpointError, match=r"another process is saving to .*c; give each its own folder, or wait"
         ):
             save_value(tmp_path / "c", 2.0)
         assert (building / "mine").read_text() == "half"

@@ -3,8 +3,9 @@
 The new content is built in a hidden sibling, ``.NAME.writing-*``; each file and the folder are flushed to the
 disk; then the sibling takes the name. A folder cannot be renamed onto one that has files, so the one it
 replaces steps aside first, as ``.NAME.previous``. Whenever the writer dies, a reader finds the old content or
-the new: between the two renames NAME is missing for a moment and ``readable`` answers with the sibling. One
-writer a folder, which a lock on ``.NAME.lock`` makes sure of where the system has such locks; a reader that meets a swap half-way gets an error, never a mix, since every file is hashed.
+the new: between the two renames NAME is missing for a moment and ``readable`` answers with the sibling. A
+folder has one writer, which holds ``.NAME.lock`` where the system has such locks; a reader that meets a swap
+half-way gets an error, never a mix, since every file is hashed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,34 @@ except ImportError:  # Windows
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 MANIFEST = "checkpoint.json"
 """The file that makes a folder a checkpoint; written last."""
+
+
+def named_folder(name: object, argument: str) -> Path:
+    """The path that ``name`` gives, ``~`` filled in; ``argument`` names it in errors.
+
+    Raises: CheckpointError for what is no path, or an empty one, which would be the current directory.
+    """
+    text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"{argument} is {name!r}; allowed: the path of a folder, as text or a Path; give one")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{argument} is {name!r}: {error}; give the whole path") from None
+
+
+def target_folder(name: object, argument: str) -> Path:
+    """The absolute path that a save to ``name`` takes, links followed.
+
+    Raises: CheckpointError for what is no path, and for a folder that cannot be renamed: the root, the current one.
+    """
+    target = Path(os.path.realpath(named_folder(name, argument)))
+    if target == target.parent or target == Path(os.path.realpath(os.curdir)):
+        which = "the root" if target == target.parent else "the current directory"
+        raise CheckpointError(
+            f"{argument} is {name!r}, {which}, which a checkpoint cannot take the place of; name a folder inside it"
+        )
+    return target
 
 
 def readable(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from acceler8.checkpoint.compare import compare_config
-from acceler8.checkpoint.folder import MANIFEST, readable
+from acceler8.checkpoint.folder import MANIFEST, named_folder, readable
 from acceler8.checkpoint.manifest import Manifest, check_hash, is_checkpoint_folder, read_json, read_manifest
 from acceler8.checkpoint.model import check_fit, load_state
 from acceler8.checkpoint.optimizer import load_named_state
@@ -36,7 +36,7 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     Raises: CheckpointError if the folder is none, lacks a file, has one of another size, or is of a newer
     format.
     """
-    path = readable(Path(os.path.realpath(folder)))
+    path = readable(Path(os.path.realpath(named_folder(folder, "load: folder"))))
     return Checkpoint(path, read_manifest(path))
 
 

@@ -66,12 +66,12 @@ class Resume:
         self.state = read_state(checkpoint)
         self._check_counts()
         self._keeps_window = self._compare_window()
+        self._models = self._fit_models()  # first: what is wrong with a model shows in all that hangs on it
         self._own = self._read_process()
         self._gradients = self._check_gradients()
         self._extras = self._read_extras()
         self._optimizers = [self._fit_optimizer(i, one) for i, one in enumerate(training.optimizers)]
         self._fp8 = self._fit_fp8()
-        self._models = self._fit_models()
         self._undo: list[Action] = []
 
     def lacks(self, index: int) -> bool:
@@ -301,7 +301,14 @@ class Resume:
                 for name, value in extra.items()
                 if (name.startswith(before) if before else not name.startswith("model_"))
             }
-            self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+            try:
+                self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+            except CheckpointError as error:
+                if len(self.training.models) == 1:
+                    raise
+                raise CheckpointError(
+                    f"model {i}, a {type(model).__qualname__}: {error}; prepare models in the same order as when saved"
+                ) from None
             if not self.force:
                 check_finite(model, state, str(self.checkpoint.folder), "use an earlier checkpoint, or pass force=True")
             actions[i] = load_state(model, state)
