@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from acceler8 import Accelerator, recipes
+from acceler8 import Accelerator, checkpoint, recipes
 from acceler8.checkpoint import load
-from acceler8.checkpoint.project import ProjectConfiguration
+from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.nn import fp8_layers, fp8_state_dict
 from acceler8.utils import NativeRecipeKwargs
@@ -501,7 +501,7 @@ def test_automatic_names_keep_the_newest(tmp_path, caplog):
 
     again = Run(1, project_config=project(tmp_path, total_limit=2))
     again.accelerator.project_configuration.iteration = 2
-    with pytest.raises(CheckpointError, match=r"checkpoint_2 exists already; load_state\(\) first"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_3 exists already, .* is 2; load_state\(\) first"):
         again.save(None)
     assert again.load().steps == 4
     assert again.train(2) == after
@@ -514,6 +514,25 @@ def test_automatic_names_keep_the_newest(tmp_path, caplog):
     assert "skipping checkpoint_4, which is not whole" in caplog.text
     assert third.save(None).name == "checkpoint_5"
     assert names(tmp_path) == ["checkpoint_3", "checkpoint_4", "checkpoint_5", "mine"]
+
+
+def test_automatic_names_do_not_begin_below_those_of_an_older_run(tmp_path):
+    run = Run(0, project_config=project(tmp_path, total_limit=1))
+    for _ in range(3):
+        run.save(None)
+    assert names(tmp_path) == ["checkpoint_2"]
+    other = Run(1, project_config=project(tmp_path, total_limit=1))
+    with pytest.raises(CheckpointError, match=r"checkpoint_2 exists already, .* is 0; .* its own project_dir"):
+        other.save(None)
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_the_folder_just_written_stays(tmp_path):
+    run = Run(0)
+    folders = [run.save(tmp_path / f"checkpoint_{n}") for n in (1, 5, 9)]
+    assert drop_oldest(tmp_path, 2, folders[0]) == [folders[1]]
+    assert drop_oldest(tmp_path, 1, folders[0]) == [folders[2]]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
 
 
 def test_the_oldest_goes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
@@ -531,6 +550,56 @@ def test_the_oldest_goes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
 
 def _full_disk(*_):
     raise OSError(28, "No space left on device")
+
+
+def test_models_in_another_order_are_told_apart(tmp_path):
+    def prepared(is_swapped, wide=8):
+        accelerator, models = Accelerator(cpu=True), [nn.Linear(4, 4), nn.Linear(4, wide)]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+        order = [1, 0] if is_swapped else [0, 1]
+        for i in order:
+            models[i] = accelerator.prepare(models[i])
+        for i in [0, 1] if wide == 4 else order:
+            optimizers[i] = accelerator.prepare(optimizers[i])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        return accelerator
+
+    for wide, match in (
+        (8, r"model 0, a Linear: .* of another shape: .*; prepare models in the same order"),
+        (4, r"names are those of another model, 'model_1:'; prepare in the same order as when saved"),
+    ):
+        prepared(False, wide).save_state(tmp_path / "c")
+        with pytest.raises(CheckpointError, match=match):
+            prepared(True, wide).load_state(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "/", ".", 3, b"c", "~nobody-here/c"], ids=repr)
+def test_a_folder_that_is_none(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = Run(0)
+    with pytest.raises(CheckpointError, match=r"save_state: output_dir is .*(give|name a folder)"):
+        run.save(name)
+    with pytest.raises(CheckpointError, match=r"save: folder is .*(give|name a folder)"):
+        checkpoint.save(name, model=run.model)
+    if name not in ("/", "."):
+        with pytest.raises(CheckpointError, match=r"load_state: input_dir is .*; give"):
+            run.load(name)
+        with pytest.raises(CheckpointError, match=r"save_model: save_directory is .*; give"):
+            run.accelerator.save_model(run.model, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("progress", [[1], "x", 3])
+def test_progress_that_is_no_dict(tmp_path, progress):
+    with pytest.raises(CheckpointError, match=r"progress is a .*; allowed: a dict of plain values"):
+        Run(0).save(tmp_path / "c", progress=progress)
+
+
+def test_a_class_is_not_registered():
+    with pytest.raises(CheckpointError, match=r"argument 1 is the class Counter; allowed: objects"):
+        Accelerator(cpu=True).register_for_checkpointing(Counter(), Counter)
 
 
 def test_no_name_and_no_checkpoint(tmp_path):

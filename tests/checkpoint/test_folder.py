@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -15,6 +16,9 @@ import torch
 from torch import nn
 
 from acceler8.checkpoint import is_checkpoint, load, save
+from acceler8.checkpoint.folder import whole_folder
+from acceler8.checkpoint.project import numbered
+from acceler8.checkpoint.save import OWNED
 from acceler8.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,6 +106,37 @@ def test_a_folder_of_someone_else_is_not_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
         save_value(tmp_path / "thesis.txt", 1.0)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+def test_two_writers_of_one_folder(tmp_path):
+    save_value(tmp_path / "c", 1.0)
+    with whole_folder(tmp_path / "c", OWNED) as building:
+        (building / "mine").write_text("half")
+        with pytest.raises(
+            CheckpointError, match=r"another process is saving to .*c; give each its own folder, or wait"
+        ):
+            save_value(tmp_path / "c", 2.0)
+        assert (building / "mine").read_text() == "half"
+        assert value_in(tmp_path / "c") == 1.0
+        assert value_in(save_value(tmp_path / "d", 3.0)) == 3.0
+        assert list(numbered(tmp_path)) == []
+        (building / "checkpoint.json").write_text("{}")
+    (tmp_path / ".d.lock").touch()  # of a process that was killed
+    assert value_in(save_value(tmp_path / "d", 4.0)) == 4.0
+    assert siblings(tmp_path / "c") == ["d"]
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert value_in(save_value(tmp_path / "c", 1.0)) == 1.0
+    monkeypatch.setattr("acceler8.checkpoint.folder.fcntl", None)
+    assert value_in(save_value(tmp_path / "c", 2.0)) == 2.0
+    assert siblings(tmp_path / "c") == []
 
 
 class Fails:

@@ -176,6 +176,79 @@ def filled(key, value, row=slice(None)):
     return lambda t: t[key][row].fill_(value)
 
 
+def extra(change):
+    return lambda folder: edit(folder, "extra.json", change)
+
+
+def process(change):
+    return lambda folder: edit(folder, "process_0.json", change)
+
+
+NAN, INF = {"$float": "nan"}, {"$float": "inf"}
+MOMENT = {"$tensor": "state.3.bias.exp_avg"}
+OPTIONS = {
+    f"option {key} {value}": (
+        optimizer(lambda c, key=key, value=value: c["groups"][0]["options"].update({key: value})),
+        f"optimizer group 0 has {key}=.*allowed: {allowed}; build the optimizer as it was saved",
+    )
+    for key, value, allowed in (
+        ("lr", INF, "a number, finite and from 0"),
+        ("lr", -5.0, "a number, finite and from 0"),
+        ("lr", None, "a number, finite"),
+        ("lr", MOMENT, "a number, finite"),
+        ("weight_decay", INF, "a number, finite"),
+        ("betas", {"$tuple": [NAN, 0.9]}, "2 finite numbers from 0 to 1"),
+        ("betas", {"$tuple": [None, 0.9]}, "2 finite numbers from 0 to 1"),
+        ("betas", {"$tuple": ["a", 0.9]}, "2 finite numbers from 0 to 1"),
+        ("betas", {"$tuple": [1.5, 0.9]}, "2 finite numbers from 0 to 1"),
+        ("betas", "zz", "2 finite numbers from 0 to 1"),
+        ("amsgrad", 1, "True or False"),
+        ("foreach", [], "None, True, False or a word"),
+    )
+} | {
+    "option missing": (
+        optimizer(lambda c: c["groups"][0]["options"].pop("lr") is None),
+        "optimizer group 0 has no 'lr' in the checkpoint; build",
+    ),
+    "option unknown": (
+        optimizer(lambda c: c["groups"][0]["options"].update(evil=1)),
+        "optimizer group 0 has 'evil' in the checkpoint and not now; build",
+    ),
+}
+STATES = {
+    f"state {key} {value}": (
+        optimizer(lambda c, key=key, value=value: c["state"]["3.bias"].update({key: value})),
+        rf"the optimizer's {key} of 3\.bias is .*; allowed: {allowed}",
+    )
+    for key, value, allowed in (
+        ("exp_avg", None, "a floating tensor of the parameter's shape"),
+        ("exp_avg", 3, "a floating tensor of the parameter's shape"),
+        ("exp_avg", [1.0], "a floating tensor of the parameter's shape"),
+        ("exp_avg_sq", NAN, "a floating tensor of the parameter's shape"),
+        ("step", "a", "one number"),
+        ("step", -3.0, "finite and from 0"),
+        ("step", NAN, "finite and from 0"),
+        ("step", MOMENT, "one number"),
+    )
+} | {
+    "state missing": (
+        optimizer(lambda c: c["state"]["3.bias"].pop("exp_avg") is None),
+        r"the optimizer's state of 3\.bias lacks exp_avg; the checkpoint is damaged",
+    ),
+    "state as a list": (optimizer(lambda c: c["state"].update({"3.bias": [1]})), r"the state of 3\.bias is a list"),
+    "moment in integers": (
+        tensors("optimizer.safetensors", lambda t: t.update({"state.3.bias.exp_avg": torch.ones(32).long()})),
+        r"exp_avg of 3\.bias is a tensor of torch\.int64, .*; allowed: a floating tensor",
+    ),
+    "moment inf": (
+        tensors("optimizer.safetensors", filled("state.3.bias.exp_avg", float("inf"))),
+        r"exp_avg of 3\.bias holds NaN or inf; .*force=True",
+    ),
+    "square below 0": (
+        tensors("optimizer.safetensors", filled("state.3.bias.exp_avg_sq", -1.0)),
+        r"exp_avg_sq of 3\.bias holds values below 0",
+    ),
+}
 HISTORY = "0.amax"
 ATTACKS = {
     "truncated": (truncate, r"has \d+ bytes, checkpoint\.json says"),
@@ -266,6 +339,54 @@ ATTACKS = {
         tensors("process_0.safetensors", resized("rng.torch")),
         "random state of torch is none that it takes",
     ),
+    **OPTIONS,
+    **STATES,
+    **{
+        f"scheduler {key} {value}": (
+            extra(lambda c, key=key, value=value: c["scheduler_0"]["state"].update({key: value})),
+            f"scheduler_0: the saved {key} is .*; allowed: {allowed}",
+        )
+        for key, value, allowed in (
+            ("base_lrs", [], "a list of 1 finite numbers"),
+            ("base_lrs", [NAN], "a list of 1 finite numbers"),
+            ("base_lrs", None, "a list of 1 finite numbers"),
+            ("_last_lr", "x", "a list of 1 finite numbers"),
+            ("last_epoch", "a", "an integer from -1"),
+            ("T_max", NAN, "a number, not NaN"),
+        )
+    },
+    "scheduler empty": (
+        extra(lambda c: c["scheduler_0"].update(state={})),
+        "scheduler_0: the saved state lacks 'T_max'",
+    ),
+    **{
+        f"loader {key} {value}": (
+            process(lambda c, key=key, value=value: c["loaders"][0].update({key: value})),
+            rf"loader 0 rejects its saved state \(.* {key}=.*allowed: {allowed}",
+        )
+        for key, value, allowed in (
+            ("iteration", "a", "an integer from 0"),
+            ("iteration", -1, "an integer from 0"),
+            ("skipped", "a", "an integer from 0"),
+            ("order", "a", "a generator's state"),
+            ("seed", "a", "an integer or None"),
+        )
+    },
+    "gradient NaN": (
+        tensors("process_0.safetensors", filled("gradients.3.bias", float("nan"))),
+        r"the gradient of '3\.bias' holds NaN or inf; .*force=True",
+    ),
+    "no gradients": (process(lambda c: c.update(gradients={})), "holds no gradients of its unfinished step.* 3 micro"),
+    "gradients as a list": (process(lambda c: c.update(gradients=[])), r"process_0\.json is damaged"),
+    "rng as a list": (process(lambda c: c.update(rng=[])), r"process_0\.json is damaged"),
+    "rng as a number": (process(lambda c: c.update(rng=3)), r"process_0\.json is damaged"),
+    "rng of a GPU": (process(lambda c: c["rng"].update(cuda=3)), "random state of cuda is 3, allowed: a list"),
+    "full window": (
+        state(lambda c: c["window"].update(micro_batch=4)),
+        r"window\.micro_batch is 4 of 2 in an unfinished step",
+    ),
+    "no window": (state(lambda c: c["window"].update(num_steps=0)), r"window\.num_steps is 0, not from 1"),
+    "version 0": (state(lambda c: c.update(format_version=0)), "format_version is 0, not from 1"),
     "random words": (
         lambda folder: edit(folder, "process_0.json", lambda c: c["rng"].update(python=[1])),
         "random state of python is none that it takes",

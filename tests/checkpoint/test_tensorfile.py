@@ -103,3 +103,14 @@ def test_garbage_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "t.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(CheckpointError, match=r"t\.safetensors is not a whole safetensors file"):
         read_tensors(tmp_path / "t.safetensors")
+
+
+def test_a_file_that_leaves_while_it_is_opened(tmp_path, monkeypatch):
+    """torch maps it by name a second time, and a writer may have replaced the folder between the two."""
+
+    def gone(*_, **__):
+        raise RuntimeError("unable to open file <t.safetensors> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr("acceler8.checkpoint.tensorfile.safe_open", gone)
+    with pytest.raises(CheckpointError, match=r"is not a whole safetensors file .*unable to open"):
+        read_tensors(tmp_path / "t.safetensors")

@@ -100,3 +100,16 @@ def test_what_cannot_be_held_is_named(value):
 def test_an_unknown_word_is_an_error():
     with pytest.raises(ValueError, match=r"\$pickle"):
         decode({"$pickle": "x"}, {})
+
+
+def test_what_holds_itself_and_what_is_too_long():
+    cycle: list = []
+    cycle.append({"a": cycle})
+    with pytest.raises(CheckpointError, match=r"state\.v\.0\.a\.\.\. is nested more than 100 deep, or holds itself"):
+        encode({"v": cycle}, "state")
+    with pytest.raises(CheckpointError, match=r"state\.v is an integer of 16610 bits; allowed: up to 13000; keep"):
+        encode({"v": 10**5000}, "state")
+    deep: object = 10**3900
+    for _ in range(99):
+        deep = {1: deep}
+    assert decode(json.loads(json.dumps(encode(deep, "state")[0], indent=1)), {}) == deep

@@ -27,7 +27,7 @@ from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.processes import Processes
 from acceler8.accelerator.scheduler import AcceleratedScheduler
 from acceler8.checkpoint.export import export_model, replace_file
-from acceler8.checkpoint.folder import building_path, whole_folder
+from acceler8.checkpoint.folder import building_path, named_folder, target_folder, whole_folder
 from acceler8.checkpoint.load import load
 from acceler8.checkpoint.manifest import write_manifest
 from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest, newest_whole, numbered
@@ -124,17 +124,17 @@ class Checkpoints:
         config = self.project_configuration
         if config.automatic_checkpoint_naming:
             target = config.checkpoints().resolve() / f"checkpoint_{config.iteration}"
-            self._group.run(lambda: _check_free(target))
+            self._group.run(lambda: _check_free(target, config.iteration))
         elif output_dir is None:
             raise CheckpointError("save_state got no output_dir; give one, or set automatic_checkpoint_naming")
         else:
-            target = Path(os.path.realpath(Path(output_dir).expanduser()))
+            target = target_folder(output_dir, "save_state: output_dir")
         self._write(target, max_shard_size, progress_json, force)
         if config.automatic_checkpoint_naming:
             config.iteration += 1
             limit = config.total_limit
             if limit is not None:
-                self._group.run(lambda: drop_oldest(target.parent, limit) if self._is_writer else None)
+                self._group.run(lambda: drop_oldest(target.parent, limit, target) if self._is_writer else None)
         _log.info("saved step %d to %s", self.clock.ticks, target)
         return str(target)
 
@@ -163,7 +163,7 @@ class Checkpoints:
         if input_dir is None:
             newest = self._group.agree(lambda: newest_whole(config.checkpoints()))
             input_dir = config.checkpoints() / f"checkpoint_{newest}"
-        folder = Path(input_dir).expanduser()
+        folder = named_folder(input_dir, "load_state: input_dir")
         models = [self._plain(model) for model in self._models]
         resume = self._group.run(lambda: self._open(folder, strict, force))
         left = list(self._models)
@@ -185,9 +185,14 @@ class Checkpoints:
         """Save and load these objects too, through their ``state_dict`` and ``load_state_dict``.
 
         Their states hold None, numbers, text, tensors, and lists, tuples and dicts of them; no pickle is made of more.
-        Raises: CheckpointError for an object without the two methods.
+        Raises: CheckpointError for an object without the two methods, or a class.
         """
         for i, obj in enumerate(objects):
+            if isinstance(obj, type):
+                raise CheckpointError(
+                    f"register_for_checkpointing: argument {i} is the class {obj.__qualname__}; allowed: objects;"
+                    " register the one that you made of it"
+                )
             if lacks := [n for n in ("state_dict", "load_state_dict") if not callable(getattr(obj, n, None))]:
                 raise CheckpointError(
                     f"register_for_checkpointing: argument {i}, a {type(obj).__qualname__}, has no"
@@ -234,7 +239,7 @@ class Checkpoints:
         if not force:
             check_finite(self._plain(model), state, type(model).__qualname__, "pass force=True to save it all the same")
         aliases = getattr(self._plain(model), "_tied_weights_keys", None)
-        folder = Path(save_directory).expanduser()
+        folder = named_folder(save_directory, "save_model: save_directory")
         self._group.run(lambda: export_model(folder, state, aliases, max_shard_size) if self._is_writer else None)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -343,11 +348,14 @@ class Checkpoints:
         return Together(here.process_index, here.num_processes, here.device)
 
 
-def _check_free(target: Path) -> None:
-    if target.exists():
+def _check_free(target: Path, iteration: int) -> None:
+    """No checkpoint may have this number or a higher one: the highest is what ``load_state`` takes for the newest."""
+    taken = [path for number, path in numbered(target.parent).items() if number >= iteration]
+    if taken or target.exists():
+        highest = taken[-1] if taken else target
         raise CheckpointError(
-            f"{target} exists already; load_state() first, which continues its numbers, or set"
-            " project_configuration.iteration"
+            f"{highest} exists already, and the next number is {iteration}; load_state() first, which continues its"
+            " numbers, or set project_configuration.iteration above it, or give this run its own project_dir"
         )
 
 

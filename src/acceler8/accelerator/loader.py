@@ -25,7 +25,7 @@ from acceler8.accelerator.gradients import GradientState, LoaderPlace
 from acceler8.accelerator.nested import send_to_device
 from acceler8.accelerator.processes import Processes
 from acceler8.config.run_handlers import DataLoaderConfiguration
-from acceler8.errors import ConfigError, NotInThisVersionError
+from acceler8.errors import CheckpointError, ConfigError, NotInThisVersionError
 
 RNG_TYPES = ("generator", "torch", "cuda")
 # what a DataLoader does with batches of indices, whoever makes them
@@ -254,7 +254,11 @@ class AcceleratedLoader:
         return self._at_rest() if self._resume_point is None else self._resume_point
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume there, in the process of the same number among as many. The next pass gives the batches left over."""
+        """Resume there, in the process of the same number among as many. The next pass gives the batches left over.
+
+        Raises: CheckpointError for a state that no loader has.
+        """
+        _check_state(state)
         self.iteration = state["iteration"]
         self._resume, self._resume_point = None, state
         if self._seed is not None and self.batches is not None and state["seed"] is not None:
@@ -304,6 +308,30 @@ class AcceleratedLoader:
         )
         other.iteration, other.skip = self.iteration, self.skip + num_batches
         return other
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the state of a loader is a {type(state).__name__}; allowed: what state_dict() returns")
+    for key, is_fine, allowed in (
+        ("iteration", _is_count, "an integer from 0"),
+        ("skipped", _is_count, "an integer from 0"),
+        ("seed", lambda seed: seed is None or type(seed) is int, "an integer or None"),
+        ("order", _is_random_state, "a generator's state or None"),
+        ("loader", lambda inner: inner is None or isinstance(inner, dict), "a dict or None"),
+    ):
+        if key not in state or not is_fine(state[key]):
+            raise CheckpointError(
+                f"the state of a loader has {key}={repr(state.get(key))[:80]}; allowed: {allowed}; use another one"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_random_state(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and value.dtype is torch.uint8)
 
 
 def _from_rank_0(state: torch.Tensor, device: torch.device) -> torch.Tensor:

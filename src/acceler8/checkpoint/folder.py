@@ -3,12 +3,14 @@
 The new content is built in a hidden sibling, ``.NAME.writing-*``; each file and the folder are flushed to the
 disk; then the sibling takes the name. A folder cannot be renamed onto one that has files, so the one it
 replaces steps aside first, as ``.NAME.previous``. Whenever the writer dies, a reader finds the old content or
-the new: between the two renames NAME is missing for a moment and ``readable`` answers with the sibling. One
-writer a folder; a reader that meets a swap half-way gets an error, never a mix, since every file is hashed.
+the new: between the two renames NAME is missing for a moment and ``readable`` answers with the sibling. A
+folder has one writer, which holds ``.NAME.lock`` where the system has such locks; a reader that meets a swap
+half-way gets an error, never a mix, since every file is hashed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -19,8 +21,42 @@ from pathlib import Path, PurePosixPath
 
 from acceler8.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 MANIFEST = "checkpoint.json"
 """The file that makes a folder a checkpoint; written last."""
+
+
+def named_folder(name: object, argument: str) -> Path:
+    """The path that ``name`` gives, ``~`` filled in; ``argument`` names it in errors.
+
+    Raises: CheckpointError for what is no path, or an empty one, which would be the current directory.
+    """
+    text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"{argument} is {name!r}; allowed: the path of a folder, as text or a Path; give one")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{argument} is {name!r}: {error}; give the whole path") from None
+
+
+def target_folder(name: object, argument: str) -> Path:
+    """The absolute path that a save to ``name`` takes, links followed.
+
+    Raises: CheckpointError for what is no path, and for a folder that cannot be renamed: the root, the current one.
+    """
+    target = Path(os.path.realpath(named_folder(name, argument)))
+    if target == target.parent or target == Path(os.path.realpath(os.curdir)):
+        which = "the root" if target == target.parent else "the current directory"
+        raise CheckpointError(
+            f"{argument} is {name!r}, {which}, which a checkpoint cannot take the place of; name a folder inside it"
+        )
+    return target
 
 
 def readable(folder: Path) -> Path:
@@ -40,22 +76,65 @@ def whole_folder(folder: Path, owned: Container[str], token: str | None = None) 
 
     Files in the replaced folder that are not in ``owned``, nor listed as its own, belong to someone else and are
     carried over.
-    Raises: CheckpointError if ``folder`` is something else than a checkpoint or an empty folder.
+    Raises: CheckpointError if ``folder`` is something else than a checkpoint or an empty folder, or another process
+        is writing it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _settle(folder)
-    _check_target(folder)
-    building = building_path(folder, token or secrets.token_hex(4))
-    building.mkdir()
+    with _only_writer(folder):
+        _settle(folder)
+        _check_target(folder)
+        building = building_path(folder, token or secrets.token_hex(4))
+        building.mkdir()
+        try:
+            yield building
+            if folder.is_dir():
+                _carry_over(folder, building, owned)
+            _sync_tree(building, owned)
+            _swap_in(building, folder)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock beside ``folder``; it goes with the process, and its file with the save.
+
+    A file system that knows no locks is written without, and so is one on Windows.
+    Raises: CheckpointError if another has it.
+    """
+    if fcntl is None:
+        yield
+        return
+    path = folder.with_name(f".{folder.name}.lock")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
-        yield building
-        if folder.is_dir():
-            _carry_over(folder, building, owned)
-        _sync_tree(building, owned)
-        _swap_in(building, folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = _is_same_file(handle, path)  # else its owner removed it while we opened it
+        except BlockingIOError:
+            is_ours = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_ours = True
+        if not is_ours:
+            raise CheckpointError(
+                f"another process is saving to {folder}; give each its own folder, or wait until it is through"
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # while it is locked, so that nobody's lock is removed
+    finally:
+        os.close(handle)
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def sync_file(path: Path) -> None:

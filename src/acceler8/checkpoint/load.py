@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from acceler8.checkpoint.compare import compare_config
-from acceler8.checkpoint.folder import MANIFEST, readable
+from acceler8.checkpoint.folder import MANIFEST, named_folder, readable
 from acceler8.checkpoint.manifest import Manifest, check_hash, is_checkpoint_folder, read_json, read_manifest
 from acceler8.checkpoint.model import check_fit, load_state
 from acceler8.checkpoint.optimizer import load_named_state
@@ -36,7 +36,7 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     Raises: CheckpointError if the folder is none, lacks a file, has one of another size, or is of a newer
     format.
     """
-    path = readable(Path(os.path.realpath(folder)))
+    path = readable(Path(os.path.realpath(named_folder(folder, "load: folder"))))
     return Checkpoint(path, read_manifest(path))
 
 
@@ -143,7 +143,8 @@ class Checkpoint:
     def _prepare_optimizer(self, model: nn.Module | None, optimizer: Optimizer, strict: bool) -> Action:
         if model is None:
             raise CheckpointError("restore(optimizer=) needs model= too: it names the optimizer's parameters")
-        return load_named_state(self.part("optimizer"), model, optimizer, strict=strict)
+        part, version = self.part("optimizer"), self.versions["torch"]
+        return load_named_state(part, model, optimizer, strict=strict, torch_version=version)
 
     def _prepare_extra(self, extra: Mapping[str, Stateful]) -> list[Action]:
         saved = self.part("extra") if extra else {}

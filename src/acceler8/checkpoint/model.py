@@ -6,6 +6,7 @@ keeps the bytes, as Hugging Face writes it, and the checkpoint's JSON lists the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from acceler8.errors import CheckpointError
 
 _SHOWN = 5
+_OTHER_MODEL = re.compile(r"model_[1-9]\d*:", re.ASCII)
+"""What stands before the names of the second model and on, where several share a file."""
 
 
 def split_state(
@@ -95,6 +98,10 @@ def name_differences(saved: Iterable[str], current: Iterable[str], owner: str = 
     for one, other, whose in ((missing, unexpected, f"{owner}'s"), (unexpected, missing, "saved")):
         longer, shorter = sorted(one), sorted(other)  # a common prefix keeps the order
         prefix = longer[0].removesuffix(shorter[0]) if longer and shorter else ""
+        if _OTHER_MODEL.fullmatch(prefix) and [name.removeprefix(prefix) for name in longer] == shorter:
+            return [
+                f"the {whose} names are those of another model, {prefix!r}; prepare in the same order as when saved"
+            ]
         if prefix and [name.removeprefix(prefix) for name in longer] == shorter:
             return [f"the {whose} names begin with {prefix!r}, which a wrapper adds: use the model inside it"]
     return _list("not in the checkpoint", missing) + _list(f"not in the {owner}", unexpected)

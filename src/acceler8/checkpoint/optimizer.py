@@ -6,9 +6,11 @@ Here each state stands under its parameter's name, and each group is found again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,8 +19,30 @@ from acceler8.errors import CheckpointError
 
 Named = nn.Module | Mapping[str, nn.Parameter]
 """A model, or Parameters by name: several models together."""
-# State that the optimizers of torch keep in the shape of the parameter.
-_SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "grad_avg"})
+# What the optimizers of torch keep: in the shape of the parameter, never below 0, as one number, and always.
+_SHAPED = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "grad_avg"),
+        *("acc_delta", "exp_inf", "ax", "prev", "step_size"),
+    }
+)
+_NOT_NEGATIVE = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "row_var", "col_var", "variance"}
+)
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+_ALWAYS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "RMSprop": ("step", "square_avg"),
+    "Adagrad": ("step", "sum"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Rprop": ("step", "prev", "step_size"),
+    "Adafactor": ("step",),
+}
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+_ROUNDING = 1e-9  # by so much a schedule that ends at 0 may miss it
+_ADVICE = "build the optimizer as it was saved; if it is, the checkpoint is damaged: use another one"
 
 
 def named_parameters(model: Named) -> dict[str, nn.Parameter]:
@@ -79,12 +103,16 @@ def group_names(model: Named, optimizer: Optimizer) -> list[list[str]]:
     return names
 
 
-def rebuild_state_dict(saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool) -> dict[str, Any]:
+def rebuild_state_dict(
+    saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool, torch_version: object = None
+) -> dict[str, Any]:
     """A state_dict for ``optimizer.load_state_dict``, in this optimizer's order. Changes nothing.
 
     Parameters may stand in another order and groups too; which parameters a group holds must be as saved,
     since its learning rate and decay are theirs.
-    Raises: CheckpointError for other names or groups, and, when ``strict``, for another class of optimizer.
+    Options that an optimizer of torch lacks in the checkpoint are those that it has now.
+    Raises: CheckpointError for other names or groups, and, when ``strict``, for another class of optimizer and, saved
+        by the same ``torch_version``, for other options of one of torch's.
     """
     if strict and saved["kind"] != _kind(optimizer):
         raise CheckpointError(
@@ -99,15 +127,23 @@ def rebuild_state_dict(saved: dict[str, Any], model: Named, optimizer: Optimizer
         for inside, group in zip(names, packed, strict=True)
         for name, number in zip(inside, group["params"], strict=True)
     }
-    groups = [
-        _options(options, group) for options, group in zip(_match_groups(saved["groups"], names), packed, strict=True)
-    ]
+    matched = list(_match_groups(saved["groups"], names))
+    if _is_torchs(optimizer):
+        if strict and torch_version == torch.__version__:
+            _check_option_names(matched, packed, optimizer)
+        matched = [
+            options | {key: group[key] for key in optimizer.defaults if key in group and key not in options}
+            for options, group in zip(matched, packed, strict=True)
+        ]
+    groups = [_options(options, group) for options, group in zip(matched, packed, strict=True)]
     state = saved["shared"] | {number_of[name]: value for name, value in saved["state"].items()}
     return {**saved["more"], "state": state, "param_groups": groups}
 
 
-def load_named_state(saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool) -> Callable[[], None]:
-    """The action that loads a checked state.
+def load_named_state(
+    saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool, torch_version: object = None
+) -> Callable[[], None]:
+    """The action that loads a checked state, which ``torch_version`` wrote.
 
     ``Optimizer.load_state_dict`` casts floating state to the parameter's dtype (FP32 moments of a BF16 weight
     would lose half their bits) and breaks strings; after it every value that is not as saved is put right, on
@@ -116,10 +152,12 @@ def load_named_state(saved: dict[str, Any], model: Named, optimizer: Optimizer, 
     optimizer = unwrapped(optimizer)
     parameter_of = named_parameters(model)
     try:
-        state_dict = rebuild_state_dict(saved, model, optimizer, strict=strict)
-        _check_shapes(saved, parameter_of, optimizer)
+        state_dict = rebuild_state_dict(saved, model, optimizer, strict=strict, torch_version=torch_version)
+        _check_state(saved, parameter_of, optimizer)
         _check_options(state_dict["param_groups"], optimizer)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the optimizer's state is damaged ({error!r}); use another checkpoint") from error
 
     def apply() -> None:
@@ -135,31 +173,105 @@ def load_named_state(saved: dict[str, Any], model: Named, optimizer: Optimizer, 
     return apply
 
 
-def _check_shapes(saved: dict[str, Any], parameter_of: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Moments of torch's own optimizers have their parameter's shape; ``load_state_dict`` would take any."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _check_state(saved: dict[str, Any], parameter_of: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """What torch's own optimizers keep is known; ``load_state_dict`` would take anything under any name."""
+    if not _is_torchs(optimizer):
         return
+    # Another class, which strict=False lets through, has state of its own.
+    always = _ALWAYS.get(type(optimizer).__name__, ()) if saved["kind"] == _kind(optimizer) else ()
     for name, values in saved["state"].items():
-        for key in _SHAPED & values.keys():
-            value, shape = values[key], parameter_of[name].shape
-            if isinstance(value, Tensor) and value.shape != shape:
-                raise CheckpointError(
-                    f"the optimizer's {key} of {name} has shape {list(value.shape)}, the parameter {list(shape)}; the"
-                    " checkpoint is damaged: use another one"
-                )
+        if not isinstance(values, dict):
+            raise TypeError(f"the state of {name} is a {type(values).__name__}")
+        lacks = [key for key in always if key not in values] if values else []
+        problem = f"the optimizer's state of {name} lacks {lacks[0]}" if lacks else None
+        for key, value in values.items():
+            if problem is None and (wrong := _wrong_state(key, value, parameter_of[name])):
+                problem = f"the optimizer's {key} of {name} {wrong}"
+        if problem:
+            raise CheckpointError(f"{problem}; the checkpoint is damaged: use another one")
+
+
+def _wrong_state(key: str, value: Any, parameter: Tensor) -> str | None:
+    """What is wrong with one value of the state, in words."""
+    if key in _NUMBERS:
+        is_one = isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
+        if not is_one and type(value) not in (int, float):
+            return f"is {_short(value)}; allowed: one number"
+        return None if math.isfinite(value) and value >= 0 else f"is {_short(value)}; allowed: finite and from 0"
+    if key in _SHAPED and not (key == "momentum_buffer" and value is None):
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return f"is {_short(value)}; allowed: a floating tensor of the parameter's shape"
+        if value.shape != parameter.shape:
+            return f"has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
+    if key in _NOT_NEGATIVE and isinstance(value, Tensor) and value.is_floating_point() and bool((value < 0).any()):
+        return "holds values below 0"
+    return None
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"a tensor of {value.dtype}, shape {list(value.shape)}"
+    return repr(value)[:80]
+
+
+def _check_option_names(saved: list[dict[str, Any]], current: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    for number, (options, group) in enumerate(zip(saved, current, strict=True)):
+        if lacks := [key for key in optimizer.defaults if key in group and key not in options]:
+            raise CheckpointError(f"optimizer group {number} has no {lacks[0]!r} in the checkpoint; {_ADVICE}")
+        extra = sorted(str(key) for key in options.keys() - group.keys() - _OF_SCHEDULERS - {"param_names"})
+        if extra:
+            raise CheckpointError(
+                f"optimizer group {number} has {extra[0][:80]!r} in the checkpoint and not now; {_ADVICE}, or pass"
+                " strict=False"
+            )
 
 
 def _check_options(groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """A learning rate or decay is a number, and not NaN."""
+    """Every option has the kind that it has now; a learning rate or decay is a number, and not NaN."""
     for number, (saved, current) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for key, value in current.items():
-            if type(value) not in (int, float) or (got := saved.get(key, value)) is None:
+            if key == "params" or key not in saved:
                 continue
-            if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or bool(got != got):
+            if allowed := _wrong_option(key, saved[key], value, _is_torchs(optimizer) and key in optimizer.defaults):
                 raise CheckpointError(
-                    f"optimizer group {number} has {key}={got!r}; allowed: a number; the checkpoint is damaged: use"
-                    " another one"
+                    f"optimizer group {number} has {key}={_short(saved[key])}; allowed: {allowed}; {_ADVICE}"
                 )
+
+
+def _wrong_option(key: str, got: Any, current: Any, is_torchs: bool) -> str | None:
+    """What is allowed in the place of ``got``; None if it is fine."""
+    if key == "lr" and _is_number(got) and not (math.isfinite(got) and got >= -_ROUNDING):
+        return "a number, finite and from 0"
+    if _is_number(current):
+        if got is None and not is_torchs:
+            return None
+        is_fine = _is_number(got) and (math.isfinite(got) if is_torchs else not math.isnan(got))
+        return None if is_fine else "a number" + (", finite" if is_torchs else ", not NaN")
+    if not is_torchs:
+        return None
+    if isinstance(current, bool):
+        is_fine = isinstance(got, bool) or (got is None and key in ("foreach", "fused"))
+        return None if is_fine else "True or False"
+    if isinstance(current, tuple | list):
+        is_fine = isinstance(got, tuple | list) and len(got) == len(current)
+        pairs = zip(got, current, strict=True) if is_fine else ()
+        is_fine = is_fine and all((g is c is None) or (_is_number(g) and math.isfinite(g)) for g, c in pairs)
+        if is_fine and key == "betas":
+            is_fine = all(0 <= g <= 1 for g in got)
+        return None if is_fine else f"{len(current)} finite numbers" + (" from 0 to 1" if key == "betas" else "")
+    if current is None or isinstance(current, str):
+        return None if got is None or isinstance(got, bool | str) else "None, True, False or a word"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _exact(saved: Any, loaded: Any, parameter: Tensor) -> Any:

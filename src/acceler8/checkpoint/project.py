@@ -75,11 +75,16 @@ def newest_whole(folder: Path) -> int:
     raise CheckpointError(f"{folder} holds no whole checkpoint_N; save one first, or name a folder: load_state(folder)")
 
 
-def drop_oldest(folder: Path, keep: int) -> list[Path]:
-    """Remove whole checkpoints until ``keep`` are left; what is no checkpoint stays. Returns those removed."""
+def drop_oldest(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
+    """Remove whole checkpoints until ``keep`` are left; what is no checkpoint stays. Returns those removed.
+
+    ``written`` is the newest whatever its number, and stays.
+    """
     for half_removed in folder.glob(".checkpoint_*.leaving"):
         shutil.rmtree(half_removed)
-    leaving = [path for path in numbered(folder).values() if path.is_dir() and _has_all_files(path)][:-keep]
+    whole = [path for path in numbered(folder).values() if path.is_dir() and _has_all_files(path)]
+    oldest_first = [path for path in whole if path != written] + [path for path in whole if path == written]
+    leaving = oldest_first[:-keep]
     for path in leaving:
         remove_folder(path)
     return leaving

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from acceler8.checkpoint.fp8 import drop_codes, fit_fp8
 from acceler8.checkpoint.load import Checkpoint
 from acceler8.checkpoint.model import check_fit, load_state
 from acceler8.checkpoint.optimizer import load_named_state, unwrapped
 from acceler8.checkpoint.rng import capture_rng, check_rng, restore_rng
+from acceler8.checkpoint.schedule import wrong_state
 from acceler8.checkpoint.shards import has_model
 from acceler8.checkpoint.state_file import read_state
 from acceler8.checkpoint.training import Training, check_finite, loader_state, prefix, stem
@@ -64,12 +66,12 @@ class Resume:
         self.state = read_state(checkpoint)
         self._check_counts()
         self._keeps_window = self._compare_window()
+        self._models = self._fit_models()  # first: what is wrong with a model shows in all that hangs on it
         self._own = self._read_process()
         self._gradients = self._check_gradients()
         self._extras = self._read_extras()
         self._optimizers = [self._fit_optimizer(i, one) for i, one in enumerate(training.optimizers)]
         self._fp8 = self._fit_fp8()
-        self._models = self._fit_models()
         self._undo: list[Action] = []
 
     def lacks(self, index: int) -> bool:
@@ -167,7 +169,8 @@ class Resume:
             self.reset.append(f"random generators: none were saved for process {index}, so they go on as they are")
             return {}
         own = self.checkpoint.part(f"process_{index}")
-        if set(own) != {"loaders", "gradients", "rng"} or not isinstance(own["loaders"], list):
+        kinds = {"loaders": list, "gradients": dict, "rng": dict}
+        if set(own) != set(kinds) or not all(isinstance(own[key], kind) for key, kind in kinds.items()):
             raise CheckpointError(f"{self.checkpoint.folder}/process_{index}.json is damaged; use another checkpoint")
         check_rng(own["rng"])
         return own if was == now else {"rng": own["rng"]}
@@ -182,6 +185,19 @@ class Resume:
                     f"{self.checkpoint.folder}: the gradient of {name!r} fits no parameter; prepare the models that"
                     " were saved"
                 )
+            # With a loss scaler such gradients are part of the game: it skips their step.
+            if not self.force and not self.state["has_scaler"] and not bool(gradient.isfinite().all()):
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: the gradient of {name!r} holds NaN or inf; use an earlier"
+                    " checkpoint, or pass force=True"
+                )
+        window = self.state["window"]
+        is_open = "gradients" in self._own and self._keeps_window and not window["sync_gradients"]
+        if is_open and window["micro_batch"] and parameters and not gradients and not self.force:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} holds no gradients of its unfinished step, which has had"
+                f" {window['micro_batch']} micro-batches; it is damaged: use another one, or pass force=True"
+            )
         return gradients
 
     def _read_extras(self) -> list[tuple[str, Any, Any]]:
@@ -220,21 +236,39 @@ class Resume:
         own = owner.state_dict()
         if not isinstance(state, dict):
             raise CheckpointError(f"{name}: the saved state is a {type(state).__name__}; use another checkpoint")
+        is_same_torch = self.checkpoint.versions["torch"] == torch.__version__ and self.strict
         extra = sorted(str(key) for key in state.keys() - own.keys())
-        if extra and self.checkpoint.versions["torch"] == torch.__version__ and self.strict:
+        if extra and is_same_torch:
             raise CheckpointError(f"{name} has no {extra[0]!r}, which the checkpoint sets; use another checkpoint")
+        inner = getattr(owner, "scheduler", owner)
+        if isinstance(inner, LRScheduler):
+            is_torchs = type(inner).__module__.startswith("torch.optim.")
+            lacks = sorted(str(key) for key in own.keys() - state.keys())
+            if lacks and is_torchs and is_same_torch:
+                raise CheckpointError(f"{name}: the saved state lacks {lacks[0]!r}; use another checkpoint")
+            if wrong := wrong_state(state, own, is_torchs=is_torchs):
+                raise CheckpointError(f"{name}: the saved {wrong}; the checkpoint is damaged: use another one")
         return {key: value for key, value in state.items() if key in own}
 
     def _fit_optimizer(self, index: int, optimizer: Optimizer) -> Action:
         part = self.checkpoint.part(stem("optimizer", index))
-        action = load_named_state(part, self.training.parameters(), optimizer, strict=self.strict)
+        version = self.checkpoint.versions["torch"]
+        action = load_named_state(
+            part, self.training.parameters(), optimizer, strict=self.strict, torch_version=version
+        )
         if not self.force:
+            knows_all = type(unwrapped(optimizer)).__module__.startswith(
+                "torch.optim."
+            )  # others may keep a mask of inf
             for name, values in part["state"].items():
                 for key, value in values.items() if isinstance(values, dict) else ():
-                    if isinstance(value, Tensor) and value.is_floating_point() and bool(value.float().isnan().any()):
+                    if not isinstance(value, Tensor) or not value.is_floating_point():
+                        continue
+                    bad = ~value.float().isfinite() if knows_all else value.float().isnan()
+                    if bool(bad.any()):
                         raise CheckpointError(
-                            f"{self.checkpoint.folder}: the optimizer's {key} of {name} holds NaN; use an earlier"
-                            " checkpoint, or pass force=True"
+                            f"{self.checkpoint.folder}: the optimizer's {key} of {name} holds NaN or inf; use an"
+                            " earlier checkpoint, or pass force=True"
                         )
         return action
 
@@ -267,7 +301,14 @@ class Resume:
                 for name, value in extra.items()
                 if (name.startswith(before) if before else not name.startswith("model_"))
             }
-            self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+            try:
+                self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+            except CheckpointError as error:
+                if len(self.training.models) == 1:
+                    raise
+                raise CheckpointError(
+                    f"model {i}, a {type(model).__qualname__}: {error}; prepare models in the same order as when saved"
+                ) from None
             if not self.force:
                 check_finite(model, state, str(self.checkpoint.folder), "use an earlier checkpoint, or pass force=True")
             actions[i] = load_state(model, state)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from acceler8.errors import CheckpointError
 
@@ -26,7 +27,13 @@ def capture_rng() -> dict[str, Any]:
 
 def check_rng(state: dict[str, Any]) -> None:
     """Raise CheckpointError for states that no generator takes, or fewer GPUs than saved ones; more do no harm."""
-    saved = len(state.get("cuda", ()))
+    gpus = state.get("cuda", [])
+    if not isinstance(gpus, list) or not all(isinstance(g, Tensor) and g.dtype is torch.uint8 for g in gpus):
+        raise CheckpointError(
+            f"the random state of cuda is {repr(gpus)[:80]}, allowed: a list of tensors of bytes, one a GPU; the"
+            " checkpoint is damaged: use another one"
+        )
+    saved = len(gpus)
     if saved and saved > (found := torch.cuda.device_count()):
         raise CheckpointError(
             f"the checkpoint holds random states of {saved} GPUs, this machine has {found}; resume on "

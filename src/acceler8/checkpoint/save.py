@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acceler8.checkpoint.folder import whole_folder
+from acceler8.checkpoint.folder import target_folder, whole_folder
 from acceler8.checkpoint.manifest import write_json, write_manifest
 from acceler8.checkpoint.model import split_state
 from acceler8.checkpoint.optimizer import named_state
@@ -71,7 +71,7 @@ def save(
     Raises: CheckpointError naming what cannot be stored, a folder that is something else, or a disk that
     fails.
     """
-    target = Path(os.path.realpath(folder))
+    target = target_folder(folder, "save: folder")
     try:
         with whole_folder(target, OWNED) as building:
             tensors, tied, module_extra = split_state(model.state_dict())
@@ -114,7 +114,11 @@ def _state_of(name: str, owner: object) -> Any:
 
 
 def plain_values(values: Mapping[str, Any] | None, where: str) -> Any:
-    """The JSON of plain values; raises CheckpointError for a tensor among them."""
+    """The JSON of plain values; raises CheckpointError for a tensor among them, and for what is no dict."""
+    if values is not None and not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{where} is a {type(values).__qualname__}; allowed: a dict of plain values; give one: {where}={{...}}"
+        )
     value, tensors = encode(dict(values or {}), where)
     if tensors:
         raise CheckpointError(

@@ -48,7 +48,25 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     models = [{**_MODEL, "fp8": [_FIRST_PART if version == 1 else _PART]}]
     if wrong := _wrong(state, {**_SHAPE, "models": models}, ""):
         raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")
+    if wrong := _contradiction(state):
+        raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")
     return state
+
+
+def _contradiction(state: dict[str, Any]) -> str | None:
+    """Numbers that no training has, each of the right type."""
+    window = state["window"]
+    for name, number in (
+        ("format_version", state["format_version"]),
+        ("num_processes", state["num_processes"]),
+        ("window.num_steps", window["num_steps"]),
+    ):
+        if number < 1:
+            return f"{name} is {number}, not from 1"
+    # micro_batch counts on from step to step; a multiple of num_steps is the end of one.
+    if not window["sync_gradients"] and window["micro_batch"] and window["micro_batch"] % window["num_steps"] == 0:
+        return f"window.micro_batch is {window['micro_batch']} of {window['num_steps']} in an unfinished step"
+    return None
 
 
 def _wrong(value: Any, shape: Any, where: str) -> str | None:

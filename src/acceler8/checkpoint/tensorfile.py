@@ -73,7 +73,7 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
             viewed = json.loads((file.metadata() or {}).get("dtypes", "{}"))
         for name, dtype in viewed.items():
             tensors[name] = tensors[name].view(_AS_BYTES[dtype])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); use another checkpoint") from error
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 

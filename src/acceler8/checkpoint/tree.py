@@ -19,6 +19,8 @@ from torch import Tensor
 from acceler8.errors import CheckpointError
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_DEEPEST = 100
+_LONGEST = 13_000  # bits of an integer: Python reads and writes 4300 digits
 _TAG_OF = {kind: tag for tag, kind in _DICTS.items()}
 
 
@@ -27,18 +29,29 @@ def encode(value: object, where: str) -> tuple[Any, dict[str, Tensor]]:
 
     ``where`` names ``value`` in errors and is the stem of no tensor's name. Tensors are taken as they are,
     not copied. Subclasses of str, int and float (an enum, a NumPy double) come back as the plain type.
-    Raises: CheckpointError naming the key of the first value that is neither JSON-able nor a tensor.
+    Raises: CheckpointError naming the key of the first value that is neither JSON-able nor a tensor, is nested too
+        deep (what holds itself is) or is too long a number.
     """
     tensors: dict[str, Tensor] = {}
     return _encode(value, (), where, tensors), tensors
 
 
 def _encode(value: object, path: tuple[str, ...], where: str, tensors: dict[str, Tensor]) -> Any:
+    if len(path) > _DEEPEST:
+        raise CheckpointError(
+            f"{'.'.join((where, *path[:3]))}... is nested more than {_DEEPEST} deep, or holds itself; allowed: up to"
+            f" {_DEEPEST}; give its owner a state_dict() that is flatter"
+        )
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
+        if value.bit_length() > _LONGEST:
+            raise CheckpointError(
+                f"{'.'.join((where, *path))} is an integer of {value.bit_length()} bits; allowed: up to {_LONGEST};"
+                " keep it as text"
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
