@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
-from acceler8.errors import PlanError, RecipeError, VerifyError
+from acceler8.errors import GradientError, PlanError, RecipeError, VerifyError
 from acceler8.nn import Fp8Linear, state_of
 
 
@@ -353,6 +353,81 @@ def test_fp16_keeps_one_scale_for_two_optimizers_of_a_step() -> None:
     models[0](torch.ones(2, 4)).mean().backward()
     with pytest.raises(RecipeError, match="closure under fp16"):
         optimizers[0].step(lambda: None)
+
+
+def test_fp16_refuses_gradients_on_top_of_unscaled_ones() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    def backward() -> None:
+        accelerator.backward(model(torch.ones(2, 4)).mean() / 64)
+
+    backward()
+    first = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    assert torch.equal(accelerator.clip_grad_norm_(model.parameters(), 1e9), first)  # nothing came between
+    backward()
+    for act in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1e9), optimizer.step):
+        with pytest.raises(GradientError, match="clip only where"):
+            act()
+    for clear in (optimizer.zero_grad, model.zero_grad):  # then all is of one unit
+        clear()
+        backward()
+        assert torch.equal(accelerator.clip_grad_norm_(model.parameters(), 1e9), first)
+    optimizer.step()
+
+
+def test_fp16_two_optimizers_that_step_behind_two_backwards() -> None:
+    def run(precision: str) -> list[Tensor]:
+        accelerator = Accelerator(precision, cpu=True)
+        torch.manual_seed(0)
+        one, two = accelerator.prepare(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)))
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            accelerator.backward(two(one(x)).mean() / 64)
+            accelerator.clip_grad_norm_(one.parameters(), 1e9)  # unscales both
+            optimizers[1].zero_grad()
+            accelerator.backward(two(one(x).detach()).square().mean() / 64)
+            accelerator.clip_grad_norm_(two.parameters(), 1e9)
+            for optimizer in optimizers:
+                optimizer.step()
+                assert not optimizer.step_was_skipped
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return [p.detach() for m in (one, two) for p in m.parameters()]
+
+    torch.testing.assert_close(run("fp16"), run("no"), rtol=0, atol=1e-5)
+
+
+def test_fp16_takes_an_optimizer_without_gradients() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    one, idle = accelerator.prepare(nn.Linear(4, 1), nn.Linear(4, 1))
+    optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, idle)))
+    before = idle.weight.detach().clone()
+    for _ in range(2):
+        accelerator.backward(one(torch.ones(2, 4)).mean() / 64)
+        for _ in range(2):
+            accelerator.clip_grad_norm_(one.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+            optimizer.zero_grad()
+    assert torch.equal(idle.weight, before)
+
+
+def test_fp16_an_optimizer_may_wait_unscaled_while_another_steps() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    one, two = accelerator.prepare(nn.Linear(4, 1), nn.Linear(4, 1))
+    first, second = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.5) for m in (one, two)))
+    before = two.weight.detach().clone()
+    accelerator.backward((one(torch.ones(2, 4)) + two(torch.ones(2, 4))).mean() / 64)
+    accelerator.clip_grad_norm_(one.parameters(), 1e9)
+    first.step()
+    first.zero_grad()
+    accelerator.backward(one(torch.ones(2, 4)).mean() / 64)  # not of the second
+    second.step()
+    torch.testing.assert_close(two.weight, before - 0.5 / 64)
 
 
 def test_fp16_skips_only_the_optimizer_whose_gradients_overflowed() -> None:

@@ -80,6 +80,8 @@ class AcceleratedOptimizer(Optimizer):
         """Clear gradients where a window ends; inside one they keep adding up."""
         if self.gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            if self.scaler is not None:
+                self.scaler.forget(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict."""
