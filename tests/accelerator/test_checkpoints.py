@@ -17,7 +17,7 @@ from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.nn import fp8_layers, fp8_state_dict
-from acceler8.utils import NativeRecipeKwargs
+from acceler8.utils import DataLoaderConfiguration, NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
 from tests.checkpoint.test_hostile import edit
@@ -650,3 +650,37 @@ def test_skipping_batches_after_a_resume_leaves_the_next_epoch_whole(tmp_path):
     accelerator.load_state(tmp_path / "state")
     assert [int(batch[0]) for batch in accelerator.skip_first_batches(loader, 2)] == [2, 3, 4, 5]
     assert [int(batch[0]) for batch in loader] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_skipping_batches_after_a_resume_keeps_the_order_of_the_epoch(tmp_path, is_seedable, epochs):
+    def start():
+        torch.manual_seed(0)
+        config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        data = torch.utils.data.TensorDataset(torch.arange(23))
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+
+    def read(batches):
+        return [batch[0].tolist() for batch in batches]
+
+    accelerator, loader = start()
+    for _ in range(epochs):
+        read(loader)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    accelerator.save_state(tmp_path / "state")
+    rest, following = read(batches), read(loader)
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "state")
+    batches = iter(accelerator.skip_first_batches(loader, 3))
+    assert next(batches)[0].tolist() == rest[0]
+    accelerator.save_state(tmp_path / "again")
+    assert read(batches) == rest[1:]
+    assert read(loader) == following
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "again")
+    assert read(accelerator.skip_first_batches(loader, 4)) == rest[1:]
+    assert read(loader) == following

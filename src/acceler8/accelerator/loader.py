@@ -83,6 +83,8 @@ class AcceleratedLoader:
         self._place: LoaderPlace | None = None
         self._resume: dict[str, Any] | None = None
         self._resume_point: dict[str, Any] | None = None
+        self._has_begun = False  # the next pass is of an epoch that began before, and whose draws were made
+        self._origin: AcceleratedLoader | None = None  # what this one reads the interrupted epoch for
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:  # while being copied or unpickled
@@ -166,23 +168,24 @@ class AcceleratedLoader:
     def _parts(self, resume: dict[str, Any] | None) -> Iterator[Part]:
         """This process's batches, those to skip left out."""
         skip = self.skip if resume is None else resume["skipped"]
+        has_begun, self._has_begun = self._has_begun or resume is not None, False
         if self._skips_in_sampler:
             assert self.batches is not None
             self.batches.skip = skip
         self._skipped = skip
         if self.reader is not None:
             index = self.reader.processes.process_index
-            if index != 0 and resume is None:
+            if index != 0 and not has_begun:
                 torch.empty((), dtype=torch.int64).random_()  # the seed for workers that rank 0 draws
-            parts = self.reader.rounds(lambda: self._begin(resume is not None))
+            parts = self.reader.rounds(lambda: self._begin(has_begun))
         else:
-            parts = (Part(batch, 0) for batch in self._begin(resume is not None))
+            parts = (Part(batch, 0) for batch in self._begin(has_begun))
         return parts if self._skips_in_sampler else islice(parts, 0 if resume is not None else skip, None)
 
-    def _begin(self, is_resumed: bool) -> Iterator[Any]:
+    def _begin(self, has_begun: bool) -> Iterator[Any]:
         now = torch.get_rng_state()
         batches = iter(self.loader)
-        if is_resumed:  # the seed for workers was drawn when the epoch began
+        if has_begun:  # the seed for workers was drawn when the epoch began
             torch.set_rng_state(now)
         return batches
 
@@ -227,11 +230,18 @@ class AcceleratedLoader:
             "beginning": None if self.reader is None else self.reader.beginning,
             "loader": self.loader.state_dict() if started else {},
         }
+        self._tell_origin()
 
     def _finish(self) -> None:
         """The epoch is read to its end: what is resumed from now on is the next one."""
         self.iteration += 1
         self._resume_point = self._at_rest()
+        self._tell_origin()
+        self._origin = None
+
+    def _tell_origin(self) -> None:
+        if self._origin is not None:
+            self._origin.iteration, self._origin._resume_point = self.iteration, self._resume_point
 
     def _at_rest(self) -> dict[str, Any]:
         generator = None if self.batches is None else self.batches.generator
@@ -283,9 +293,14 @@ class AcceleratedLoader:
                 part.resume_from = None
 
     def skipping(self, num_batches: int) -> AcceleratedLoader:
-        """A loader of the same batches without this process's first ``num_batches``."""
+        """A loader of the same batches without this process's first ``num_batches``.
+
+        After ``load_state_dict`` in the middle of an epoch it has the order of that epoch, and its first pass counts as
+        this loader's: in what is saved, and in the epoch that comes next.
+        """
         if num_batches < 0:
             raise ConfigError(f"skip_first_batches got num_batches={num_batches}; allowed: an integer from 0")
+        begun = self._resume
         self._forget_resume_point()  # the script places itself; this loader's next pass is a whole one
         loader: Any = self.loader
         batches = self.batches
@@ -303,6 +318,10 @@ class AcceleratedLoader:
             shared=self._shared,
         )
         other.iteration, other.skip = self.iteration, self.skip + num_batches
+        other._has_begun = self._has_begun or begun is not None
+        other._origin = self if begun is not None else self._origin
+        if begun is not None and batches is not None:
+            batches.resume_from = begun["order"]
         return other
 
 
