@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from acceler8 import Accelerator, recipes
 from acceler8.checkpoint import load
@@ -684,3 +685,24 @@ def test_skipping_batches_after_a_resume_keeps_the_order_of_the_epoch(tmp_path, 
     accelerator.load_state(tmp_path / "again")
     assert read(accelerator.skip_first_batches(loader, 4)) == rest[1:]
     assert read(loader) == following
+
+
+def test_a_seed_and_the_epoch_decide_the_order_of_every_kind_of_loader(tmp_path):
+    def start(kind, seed=0):
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(kind(range(12), batch_size=4, shuffle=True))
+
+    orders = []
+    for seed, kind in enumerate((torch.utils.data.DataLoader, StatefulDataLoader)):
+        accelerator, loader = start(kind, seed)
+        orders.append([[batch.tolist() for batch in loader] for _ in range(2)])
+        batches = iter(loader)
+        next(batches)
+        accelerator.save_state(tmp_path / kind.__name__)
+        rest = [batch.tolist() for batch in batches]
+        accelerator, loader = start(kind, seed + 7)
+        accelerator.load_state(tmp_path / kind.__name__)
+        assert [batch.tolist() for batch in loader] == rest
+    assert orders[0] == orders[1]

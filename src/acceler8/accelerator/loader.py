@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from acceler8.accelerator.batches import SeedableSampler, ShardedBatches, ShardedStream, check_split
 from acceler8.accelerator.dispatch import Part, Reader
@@ -390,7 +391,7 @@ def prepare_loader(loader: DataLoader[Any], context: LoaderContext) -> Accelerat
 def _seedable(source: Any, config: DataLoaderConfiguration) -> Any:
     """A batch sampler like ``source`` that shuffles by seed and epoch, if that is asked for and ``source`` shuffles."""
     sampler = getattr(source, "sampler", None)
-    if not config.use_seedable_sampler or not isinstance(sampler, RandomSampler):
+    if not config.use_seedable_sampler or not isinstance(sampler, RandomSampler | StatefulRandomSampler):
         return source
     source = copy.copy(source)
     source.sampler = SeedableSampler(sampler, config.data_seed)
