@@ -706,3 +706,60 @@ def test_a_seed_and_the_epoch_decide_the_order_of_every_kind_of_loader(tmp_path)
         accelerator.load_state(tmp_path / kind.__name__)
         assert [batch.tolist() for batch in loader] == rest
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 2}, "total_batch_size was 4, now 2"),
+        ({"dataset": range(30)}, "samples was 23, now 30"),
+        ({"shuffle": False}, "now torch.utils.data.sampler.SequentialSampler"),
+        ({"kind": StatefulDataLoader}, "now torchdata.stateful_dataloader.sampler.RandomSampler"),
+        ({"num_workers": 1}, "num_workers was 0, now 1"),
+    ],
+)
+def test_another_loader_starts_the_epoch_from_its_beginning(tmp_path, caplog, change, says):
+    def start(kind=torch.utils.data.DataLoader, dataset=range(23), **options):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(kind(dataset, **{"batch_size": 4, "shuffle": True} | options))
+
+    accelerator, loader = start()
+    list(loader)
+    batches = iter(loader)
+    next(batches)
+    accelerator.save_state(tmp_path / "c")
+    state = loader.state_dict()
+    accelerator, loader = start(**change)
+    (reset,) = accelerator.load_state(tmp_path / "c").reset
+    assert says in reset
+    assert reset.endswith("its epoch starts from its beginning")
+    assert loader.iteration == 1
+    count = len(change.get("dataset", range(23)))
+    for _ in range(2):
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(count))
+    caplog.clear()
+    loader.load_state_dict(state)
+    assert says in caplog.text
+    assert sum(map(len, loader)) == count
+    del state["of"]  # as the first versions saved it
+    accelerator, loader = start()
+    loader.load_state_dict(state)
+    assert sum(map(len, loader)) == 23 - 4
+
+
+def test_loaders_in_another_order_start_from_their_beginning(tmp_path):
+    def start(sizes):
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(*(torch.utils.data.DataLoader(range(n), 4) for n in sizes))
+
+    accelerator, _, long = start((16, 40))
+    batches = iter(long)
+    for _ in range(7):
+        next(batches)
+    accelerator.save_state(tmp_path / "c")
+    accelerator, long, short = start((40, 16))
+    assert accelerator.load_state(tmp_path / "c").reset == (
+        "loader 1: samples was 40, now 16; its epoch starts from its beginning",
+    )
+    assert [len(list(loader)) for loader in (long, short)] == [10, 4]

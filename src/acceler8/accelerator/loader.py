@@ -8,6 +8,7 @@ the shuffling generator stood when the epoch began.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from acceler8.accelerator.processes import Processes
 from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import ConfigError, NotInThisVersionError
 
+_log = logging.getLogger("acceler8")
 RNG_TYPES = ("generator", "torch", "cuda")
 # what a DataLoader does with batches of indices, whoever makes them
 _KEPT = (
@@ -230,6 +232,7 @@ class AcceleratedLoader:
             "seed": self._seed,
             "beginning": None if self.reader is None else self.reader.beginning,
             "loader": self.loader.state_dict() if started else {},
+            "of": self._facts(),
         }
         self._tell_origin()
 
@@ -264,10 +267,47 @@ class AcceleratedLoader:
             raise AttributeError(f"{type(self.loader).__name__} has no state; prepare a torch.utils.data.DataLoader")
         return self._at_rest() if self._resume_point is None else self._resume_point
 
+    def _facts(self) -> dict[str, Any]:
+        """What a place in the middle of an epoch is a place of."""
+        sampler = None if self.batches is None else type(self.batches.sampler)
+        facts: dict[str, Any] = {
+            "sampler": None if sampler is None else f"{sampler.__module__}.{sampler.__qualname__}",
+            "num_workers": getattr(self.loader, "num_workers", None),
+            "dispatch_batches": self.reader is not None,
+        }
+        for name, count in (("samples", self._samples), ("total_batch_size", lambda: self.total_batch_size)):
+            try:
+                facts[name] = count()
+            except (TypeError, NotImplementedError):  # a stream without a length, batches of any size
+                facts[name] = None
+        return facts
+
+    def fit(self, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """``state`` as this loader can take it, and in what the loader that was saved differs: ``""`` if in nothing.
+
+        A place in the middle of another loader's epoch is none here: the epoch starts from its beginning.
+        """
+        saved, now = state.get("of"), self._facts()
+        if state["loader"] is None or not isinstance(saved, dict):  # the first versions noted nothing
+            return state, ""
+        other = [name for name in now if name in saved and saved[name] != now[name]]
+        if not other:
+            return state, ""
+        order = None if "sampler" in other else state["order"]
+        state = {"iteration": state["iteration"], "skipped": 0, "order": order, "seed": state["seed"], "loader": None}
+        return state, ", ".join(f"{name} was {saved[name]}, now {now[name]}" for name in other)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume there, in the process of the same number among as many. The next pass gives the batches left over."""
+        """Resume there, in the process of the same number among as many. The next pass gives the batches left over.
+
+        Of a loader that differs (``fit``) the epoch starts from its beginning, and a warning says so.
+        """
+        state, differs = self.fit(state)
+        if differs:
+            _log.warning("a loader's %s; its epoch starts from its beginning", differs)
         self.iteration = state["iteration"]
-        self._resume, self._resume_point = None, state
+        self._forget_resume_point()
+        self._resume_point = state
         if self._seed is not None and self.batches is not None and state["seed"] is not None:
             self.batches.sampler.initial_seed = state["seed"]
         order = state["order"]

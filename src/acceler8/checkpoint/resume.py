@@ -301,8 +301,12 @@ class Resume:
                     f"loader {i}: keeps no position, so it starts from its beginning; skip batches yourself, or use"
                     " torchdata's StatefulDataLoader"
                 )
-            else:
-                found.append((loader, state))
+                continue
+            if hasattr(loader, "fit"):
+                state, differs = loader.fit(state)
+                if differs:
+                    self.reset.append(f"loader {i}: {differs}; its epoch starts from its beginning")
+            found.append((loader, state))
         return found
 
     def _set_loop(self) -> None:
