@@ -15,6 +15,7 @@ from acceler8 import recipes
 from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 from acceler8.errors import GradientError, PlanError, RecipeError, VerifyError
 from acceler8.nn import Fp8Linear, state_of
+from acceler8.utils import NativeRecipeKwargs
 
 
 class TinyModel(nn.Module):
@@ -547,3 +548,45 @@ def test_an_attached_optimizer_that_is_prepared_marks_each_step_once(order: str)
     accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
     optimizer.step()
     assert state_of(model).clock.ticks == 1
+
+
+@pytest.mark.parametrize("options", [{"recipe": "delayed", "interval": 2}, {"recipe": "rowwise", "fp8_steps": "3:"}])
+def test_two_optimizers_of_one_model_train_as_one_does(options: dict) -> None:
+    def run(parts: int) -> tuple[list[float], int]:
+        handler = NativeRecipeKwargs(**options)
+        accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = TinyModel()
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(parameters[i::parts], lr=0.1) for i in range(parts)]
+        model, loader, *optimizers = accelerator.prepare(model, make_loader(), *optimizers)
+        losses = []
+        for _ in range(4):
+            for (tokens,) in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, tokens)
+                    accelerator.backward(loss)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, accelerator.clock.ticks
+
+    assert run(2) == run(1)
+
+
+def test_weight_codes_go_with_the_step_of_each_optimizer() -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = TinyModel()
+    parameters = list(model.parameters())
+    model, *optimizers = accelerator.prepare(model, *(torch.optim.SGD(parameters[i::2], lr=0.1) for i in range(2)))
+    state, dropped = state_of(model), []
+    for codes in state.codes:
+        codes.drop = lambda: dropped.append(1)
+    for i, optimizer in enumerate(optimizers, 1):
+        accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
+        dropped.clear()
+        optimizer.step()
+        assert len(dropped) == len(state.codes) > 0, i
+    assert accelerator.clock.ticks == 1

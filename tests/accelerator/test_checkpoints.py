@@ -165,8 +165,9 @@ def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
     folder = run.save(tmp_path / "c")
 
     def earlier(state):
-        assert state["format_version"] == 2
+        assert state["format_version"] == 3
         state["format_version"] = 1
+        del state["stepped"]
         for part in state["models"][0]["fp8"]:
             del part["fp8_steps"], part["fp8_last_layers"]
             del part["recipe"]["save_for_backward"]
@@ -763,3 +764,34 @@ def test_loaders_in_another_order_start_from_their_beginning(tmp_path):
         "loader 1: samples was 40, now 16; its epoch starts from its beginning",
     )
     assert [len(list(loader)) for loader in (long, short)] == [10, 4]
+
+
+@pytest.mark.parametrize("stop", [2, 3])  # behind a round of both optimizers, and within one
+def test_two_optimizers_go_on_in_their_round(tmp_path, stop):
+    def start():
+        torch.manual_seed(0)
+        accelerator = Accelerator(mixed_precision="fp8", recipe="delayed", cpu=True)
+        models = [nn.Linear(32, 32) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        return accelerator, accelerator.prepare(*models, *optimizers)
+
+    def train(accelerator, prepared, first, last):
+        losses, ticks = [], []
+        for i in range(first, last):
+            model, optimizer = prepared[i % 2], prepared[2 + i % 2]
+            loss = (prepared[1](prepared[0](torch.ones(16, 32))) - 2).square().mean()
+            model.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            ticks.append(accelerator.clock.ticks)
+        return losses, ticks
+
+    accelerator, prepared = start()
+    train(accelerator, prepared, 0, stop)
+    accelerator.save_state(tmp_path / "c")
+    expected = train(accelerator, prepared, stop, 8)
+    accelerator, prepared = start()
+    assert accelerator.load_state(tmp_path / "c").reset == ()
+    assert train(accelerator, prepared, stop, 8) == expected
+    assert expected[1][-1] == 4

@@ -311,6 +311,7 @@ class Resume:
 
     def _set_loop(self) -> None:
         self.training.clock.ticks = self.state["steps"]
+        self.training.clock.stepped = set(self.state["stepped"])
         window, saved = self.training.window, self.state["window"]
         window.micro_batch = saved["micro_batch"] if self._keeps_window else 0
         window.sync_gradients = saved["sync_gradients"] if self._keeps_window else True
