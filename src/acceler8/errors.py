@@ -54,6 +54,10 @@ class NonFiniteError(Acceler8Error, ValueError):
     """NaN or infinity reached an FP8 operand; the message names layer and operand."""
 
 
+class GradientError(Acceler8Error, RuntimeError):
+    """Gradients are not in the state that a step needs."""
+
+
 class DoubleBackwardError(Acceler8Error, RuntimeError):
     """A second derivative was asked of an FP8 layer, whose quantisation has none."""
 

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
-from acceler8.errors import PlanError, RecipeError, VerifyError
+from acceler8.errors import GradientError, PlanError, RecipeError, VerifyError
 from acceler8.nn import Fp8Linear, state_of
+from acceler8.utils import NativeRecipeKwargs
 
 
 class TinyModel(nn.Module):
@@ -355,6 +356,81 @@ def test_fp16_keeps_one_scale_for_two_optimizers_of_a_step() -> None:
         optimizers[0].step(lambda: None)
 
 
+def test_fp16_refuses_gradients_on_top_of_unscaled_ones() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    def backward() -> None:
+        accelerator.backward(model(torch.ones(2, 4)).mean() / 64)
+
+    backward()
+    first = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    assert torch.equal(accelerator.clip_grad_norm_(model.parameters(), 1e9), first)  # nothing came between
+    backward()
+    for act in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1e9), optimizer.step):
+        with pytest.raises(GradientError, match="clip only where"):
+            act()
+    for clear in (optimizer.zero_grad, model.zero_grad):  # then all is of one unit
+        clear()
+        backward()
+        assert torch.equal(accelerator.clip_grad_norm_(model.parameters(), 1e9), first)
+    optimizer.step()
+
+
+def test_fp16_two_optimizers_that_step_behind_two_backwards() -> None:
+    def run(precision: str) -> list[Tensor]:
+        accelerator = Accelerator(precision, cpu=True)
+        torch.manual_seed(0)
+        one, two = accelerator.prepare(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)))
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            accelerator.backward(two(one(x)).mean() / 64)
+            accelerator.clip_grad_norm_(one.parameters(), 1e9)  # unscales both
+            optimizers[1].zero_grad()
+            accelerator.backward(two(one(x).detach()).square().mean() / 64)
+            accelerator.clip_grad_norm_(two.parameters(), 1e9)
+            for optimizer in optimizers:
+                optimizer.step()
+                assert not optimizer.step_was_skipped
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return [p.detach() for m in (one, two) for p in m.parameters()]
+
+    torch.testing.assert_close(run("fp16"), run("no"), rtol=0, atol=1e-5)
+
+
+def test_fp16_takes_an_optimizer_without_gradients() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    one, idle = accelerator.prepare(nn.Linear(4, 1), nn.Linear(4, 1))
+    optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, idle)))
+    before = idle.weight.detach().clone()
+    for _ in range(2):
+        accelerator.backward(one(torch.ones(2, 4)).mean() / 64)
+        for _ in range(2):
+            accelerator.clip_grad_norm_(one.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+            optimizer.zero_grad()
+    assert torch.equal(idle.weight, before)
+
+
+def test_fp16_an_optimizer_may_wait_unscaled_while_another_steps() -> None:
+    accelerator = Accelerator("fp16", cpu=True)
+    one, two = accelerator.prepare(nn.Linear(4, 1), nn.Linear(4, 1))
+    first, second = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.5) for m in (one, two)))
+    before = two.weight.detach().clone()
+    accelerator.backward((one(torch.ones(2, 4)) + two(torch.ones(2, 4))).mean() / 64)
+    accelerator.clip_grad_norm_(one.parameters(), 1e9)
+    first.step()
+    first.zero_grad()
+    accelerator.backward(one(torch.ones(2, 4)).mean() / 64)  # not of the second
+    second.step()
+    torch.testing.assert_close(two.weight, before - 0.5 / 64)
+
+
 def test_fp16_skips_only_the_optimizer_whose_gradients_overflowed() -> None:
     accelerator = Accelerator("fp16", cpu=True)
     models = [accelerator.prepare(nn.Linear(4, 1, bias=False)) for _ in range(2)]
@@ -472,3 +548,45 @@ def test_an_attached_optimizer_that_is_prepared_marks_each_step_once(order: str)
     accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
     optimizer.step()
     assert state_of(model).clock.ticks == 1
+
+
+@pytest.mark.parametrize("options", [{"recipe": "delayed", "interval": 2}, {"recipe": "rowwise", "fp8_steps": "3:"}])
+def test_two_optimizers_of_one_model_train_as_one_does(options: dict) -> None:
+    def run(parts: int) -> tuple[list[float], int]:
+        handler = NativeRecipeKwargs(**options)
+        accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = TinyModel()
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(parameters[i::parts], lr=0.1) for i in range(parts)]
+        model, loader, *optimizers = accelerator.prepare(model, make_loader(), *optimizers)
+        losses = []
+        for _ in range(4):
+            for (tokens,) in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, tokens)
+                    accelerator.backward(loss)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, accelerator.clock.ticks
+
+    assert run(2) == run(1)
+
+
+def test_weight_codes_go_with_the_step_of_each_optimizer() -> None:
+    accelerator = Accelerator("fp8", cpu=True)
+    model = TinyModel()
+    parameters = list(model.parameters())
+    model, *optimizers = accelerator.prepare(model, *(torch.optim.SGD(parameters[i::2], lr=0.1) for i in range(2)))
+    state, dropped = state_of(model), []
+    for codes in state.codes:
+        codes.drop = lambda: dropped.append(1)
+    for i, optimizer in enumerate(optimizers, 1):
+        accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
+        dropped.clear()
+        optimizer.step()
+        assert len(dropped) == len(state.codes) > 0, i
+    assert accelerator.clock.ticks == 1

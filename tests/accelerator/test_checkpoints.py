@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from acceler8 import Accelerator, checkpoint, recipes
 from acceler8.checkpoint import load
 from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.nn import fp8_layers, fp8_state_dict
-from acceler8.utils import NativeRecipeKwargs
+from acceler8.utils import DataLoaderConfiguration, NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
 from tests.checkpoint.test_hostile import edit
@@ -164,8 +165,9 @@ def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
     folder = run.save(tmp_path / "c")
 
     def earlier(state):
-        assert state["format_version"] == 2
+        assert state["format_version"] == 3
         state["format_version"] = 1
+        del state["stepped"]
         for part in state["models"][0]["fp8"]:
             del part["fp8_steps"], part["fp8_last_layers"]
             del part["recipe"]["save_for_backward"]
@@ -719,3 +721,146 @@ def test_skipping_batches_after_a_resume_leaves_the_next_epoch_whole(tmp_path):
     accelerator.load_state(tmp_path / "state")
     assert [int(batch[0]) for batch in accelerator.skip_first_batches(loader, 2)] == [2, 3, 4, 5]
     assert [int(batch[0]) for batch in loader] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_skipping_batches_after_a_resume_keeps_the_order_of_the_epoch(tmp_path, is_seedable, epochs):
+    def start():
+        torch.manual_seed(0)
+        config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        data = torch.utils.data.TensorDataset(torch.arange(23))
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+
+    def read(batches):
+        return [batch[0].tolist() for batch in batches]
+
+    accelerator, loader = start()
+    for _ in range(epochs):
+        read(loader)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    accelerator.save_state(tmp_path / "state")
+    rest, following = read(batches), read(loader)
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "state")
+    batches = iter(accelerator.skip_first_batches(loader, 3))
+    assert next(batches)[0].tolist() == rest[0]
+    accelerator.save_state(tmp_path / "again")
+    assert read(batches) == rest[1:]
+    assert read(loader) == following
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "again")
+    assert read(accelerator.skip_first_batches(loader, 4)) == rest[1:]
+    assert read(loader) == following
+
+
+def test_a_seed_and_the_epoch_decide_the_order_of_every_kind_of_loader(tmp_path):
+    def start(kind, seed=0):
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(kind(range(12), batch_size=4, shuffle=True))
+
+    orders = []
+    for seed, kind in enumerate((torch.utils.data.DataLoader, StatefulDataLoader)):
+        accelerator, loader = start(kind, seed)
+        orders.append([[batch.tolist() for batch in loader] for _ in range(2)])
+        batches = iter(loader)
+        next(batches)
+        accelerator.save_state(tmp_path / kind.__name__)
+        rest = [batch.tolist() for batch in batches]
+        accelerator, loader = start(kind, seed + 7)
+        accelerator.load_state(tmp_path / kind.__name__)
+        assert [batch.tolist() for batch in loader] == rest
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 2}, "total_batch_size was 4, now 2"),
+        ({"dataset": range(30)}, "samples was 23, now 30"),
+        ({"shuffle": False}, "now torch.utils.data.sampler.SequentialSampler"),
+        ({"kind": StatefulDataLoader}, "now torchdata.stateful_dataloader.sampler.RandomSampler"),
+        ({"num_workers": 1}, "num_workers was 0, now 1"),
+    ],
+)
+def test_another_loader_starts_the_epoch_from_its_beginning(tmp_path, caplog, change, says):
+    def start(kind=torch.utils.data.DataLoader, dataset=range(23), **options):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(kind(dataset, **{"batch_size": 4, "shuffle": True} | options))
+
+    accelerator, loader = start()
+    list(loader)
+    batches = iter(loader)
+    next(batches)
+    accelerator.save_state(tmp_path / "c")
+    state = loader.state_dict()
+    accelerator, loader = start(**change)
+    (reset,) = accelerator.load_state(tmp_path / "c").reset
+    assert says in reset
+    assert reset.endswith("its epoch starts from its beginning")
+    assert loader.iteration == 1
+    count = len(change.get("dataset", range(23)))
+    for _ in range(2):
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(count))
+    caplog.clear()
+    loader.load_state_dict(state)
+    assert says in caplog.text
+    assert sum(map(len, loader)) == count
+    del state["of"]  # as the first versions saved it
+    accelerator, loader = start()
+    loader.load_state_dict(state)
+    assert sum(map(len, loader)) == 23 - 4
+
+
+def test_loaders_in_another_order_start_from_their_beginning(tmp_path):
+    def start(sizes):
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(*(torch.utils.data.DataLoader(range(n), 4) for n in sizes))
+
+    accelerator, _, long = start((16, 40))
+    batches = iter(long)
+    for _ in range(7):
+        next(batches)
+    accelerator.save_state(tmp_path / "c")
+    accelerator, long, short = start((40, 16))
+    assert accelerator.load_state(tmp_path / "c").reset == (
+        "loader 1: samples was 40, now 16; its epoch starts from its beginning",
+    )
+    assert [len(list(loader)) for loader in (long, short)] == [10, 4]
+
+
+@pytest.mark.parametrize("stop", [2, 3])  # behind a round of both optimizers, and within one
+def test_two_optimizers_go_on_in_their_round(tmp_path, stop):
+    def start():
+        torch.manual_seed(0)
+        accelerator = Accelerator(mixed_precision="fp8", recipe="delayed", cpu=True)
+        models = [nn.Linear(32, 32) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        return accelerator, accelerator.prepare(*models, *optimizers)
+
+    def train(accelerator, prepared, first, last):
+        losses, ticks = [], []
+        for i in range(first, last):
+            model, optimizer = prepared[i % 2], prepared[2 + i % 2]
+            loss = (prepared[1](prepared[0](torch.ones(16, 32))) - 2).square().mean()
+            model.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            ticks.append(accelerator.clock.ticks)
+        return losses, ticks
+
+    accelerator, prepared = start()
+    train(accelerator, prepared, 0, stop)
+    accelerator.save_state(tmp_path / "c")
+    expected = train(accelerator, prepared, stop, 8)
+    accelerator, prepared = start()
+    assert accelerator.load_state(tmp_path / "c").reset == ()
+    assert train(accelerator, prepared, stop, 8) == expected
+    assert expected[1][-1] == 4

@@ -344,7 +344,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
                 if known.optimizer is obj:
                     return known
             _move_state(obj)
-            self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler))
+            number = len(self._optimizers)
+            self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler, number))
             self._take_over_attachments()
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):

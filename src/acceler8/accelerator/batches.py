@@ -26,7 +26,7 @@ from acceler8.errors import ConfigError
 class SeedableSampler(RandomSampler):
     """A random sampler whose order is a matter of a seed and the epoch's number alone."""
 
-    def __init__(self, sampler: RandomSampler, seed: int | None) -> None:
+    def __init__(self, sampler: Any, seed: int | None) -> None:
         super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples, torch.Generator())
         self.initial_seed = torch.random.initial_seed() if seed is None else seed
         self.epoch = 0

@@ -8,6 +8,7 @@ the shuffling generator stood when the epoch began.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from acceler8.accelerator.batches import SeedableSampler, ShardedBatches, ShardedStream, check_split
 from acceler8.accelerator.dispatch import Part, Reader
@@ -27,6 +29,7 @@ from acceler8.accelerator.processes import Processes
 from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import CheckpointError, ConfigError, NotInThisVersionError
 
+_log = logging.getLogger("acceler8")
 RNG_TYPES = ("generator", "torch", "cuda")
 # what a DataLoader does with batches of indices, whoever makes them
 _KEPT = (
@@ -83,6 +86,8 @@ class AcceleratedLoader:
         self._place: LoaderPlace | None = None
         self._resume: dict[str, Any] | None = None
         self._resume_point: dict[str, Any] | None = None
+        self._has_begun = False  # the next pass is of an epoch that began before, and whose draws were made
+        self._origin: AcceleratedLoader | None = None  # what this one reads the interrupted epoch for
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:  # while being copied or unpickled
@@ -166,23 +171,24 @@ class AcceleratedLoader:
     def _parts(self, resume: dict[str, Any] | None) -> Iterator[Part]:
         """This process's batches, those to skip left out."""
         skip = self.skip if resume is None else resume["skipped"]
+        has_begun, self._has_begun = self._has_begun or resume is not None, False
         if self._skips_in_sampler:
             assert self.batches is not None
             self.batches.skip = skip
         self._skipped = skip
         if self.reader is not None:
             index = self.reader.processes.process_index
-            if index != 0 and resume is None:
+            if index != 0 and not has_begun:
                 torch.empty((), dtype=torch.int64).random_()  # the seed for workers that rank 0 draws
-            parts = self.reader.rounds(lambda: self._begin(resume is not None))
+            parts = self.reader.rounds(lambda: self._begin(has_begun))
         else:
-            parts = (Part(batch, 0) for batch in self._begin(resume is not None))
+            parts = (Part(batch, 0) for batch in self._begin(has_begun))
         return parts if self._skips_in_sampler else islice(parts, 0 if resume is not None else skip, None)
 
-    def _begin(self, is_resumed: bool) -> Iterator[Any]:
+    def _begin(self, has_begun: bool) -> Iterator[Any]:
         now = torch.get_rng_state()
         batches = iter(self.loader)
-        if is_resumed:  # the seed for workers was drawn when the epoch began
+        if has_begun:  # the seed for workers was drawn when the epoch began
             torch.set_rng_state(now)
         return batches
 
@@ -226,12 +232,20 @@ class AcceleratedLoader:
             "seed": self._seed,
             "beginning": None if self.reader is None else self.reader.beginning,
             "loader": self.loader.state_dict() if started else {},
+            "of": self._facts(),
         }
+        self._tell_origin()
 
     def _finish(self) -> None:
         """The epoch is read to its end: what is resumed from now on is the next one."""
         self.iteration += 1
         self._resume_point = self._at_rest()
+        self._tell_origin()
+        self._origin = None
+
+    def _tell_origin(self) -> None:
+        if self._origin is not None:
+            self._origin.iteration, self._origin._resume_point = self.iteration, self._resume_point
 
     def _at_rest(self) -> dict[str, Any]:
         generator = None if self.batches is None else self.batches.generator
@@ -253,14 +267,49 @@ class AcceleratedLoader:
             raise AttributeError(f"{type(self.loader).__name__} has no state; prepare a torch.utils.data.DataLoader")
         return self._at_rest() if self._resume_point is None else self._resume_point
 
+    def _facts(self) -> dict[str, Any]:
+        """What a place in the middle of an epoch is a place of."""
+        sampler = None if self.batches is None else type(self.batches.sampler)
+        facts: dict[str, Any] = {
+            "sampler": None if sampler is None else f"{sampler.__module__}.{sampler.__qualname__}",
+            "num_workers": getattr(self.loader, "num_workers", None),
+            "dispatch_batches": self.reader is not None,
+        }
+        for name, count in (("samples", self._samples), ("total_batch_size", lambda: self.total_batch_size)):
+            try:
+                facts[name] = count()
+            except (TypeError, NotImplementedError):  # a stream without a length, batches of any size
+                facts[name] = None
+        return facts
+
+    def fit(self, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """``state`` as this loader can take it, and in what the loader that was saved differs: ``""`` if in nothing.
+
+        A place in the middle of another loader's epoch is none here: the epoch starts from its beginning.
+        """
+        saved, now = state.get("of"), self._facts()
+        if state["loader"] is None or not isinstance(saved, dict):  # the first versions noted nothing
+            return state, ""
+        other = [name for name in now if name in saved and saved[name] != now[name]]
+        if not other:
+            return state, ""
+        order = None if "sampler" in other else state["order"]
+        state = {"iteration": state["iteration"], "skipped": 0, "order": order, "seed": state["seed"], "loader": None}
+        return state, ", ".join(f"{name} was {saved[name]}, now {now[name]}" for name in other)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume there, in the process of the same number among as many. The next pass gives the batches left over.
 
+        Of a loader that differs (``fit``) the epoch starts from its beginning, and a warning says so.
         Raises: CheckpointError for a state that no loader has.
         """
         _check_state(state)
+        state, differs = self.fit(state)
+        if differs:
+            _log.warning("a loader's %s; its epoch starts from its beginning", differs)
         self.iteration = state["iteration"]
-        self._resume, self._resume_point = None, state
+        self._forget_resume_point()
+        self._resume_point = state
         if self._seed is not None and self.batches is not None and state["seed"] is not None:
             self.batches.sampler.initial_seed = state["seed"]
         order = state["order"]
@@ -287,9 +336,14 @@ class AcceleratedLoader:
                 part.resume_from = None
 
     def skipping(self, num_batches: int) -> AcceleratedLoader:
-        """A loader of the same batches without this process's first ``num_batches``."""
+        """A loader of the same batches without this process's first ``num_batches``.
+
+        After ``load_state_dict`` in the middle of an epoch it has the order of that epoch, and its first pass counts as
+        this loader's: in what is saved, and in the epoch that comes next.
+        """
         if num_batches < 0:
             raise ConfigError(f"skip_first_batches got num_batches={num_batches}; allowed: an integer from 0")
+        begun = self._resume
         self._forget_resume_point()  # the script places itself; this loader's next pass is a whole one
         loader: Any = self.loader
         batches = self.batches
@@ -307,6 +361,10 @@ class AcceleratedLoader:
             shared=self._shared,
         )
         other.iteration, other.skip = self.iteration, self.skip + num_batches
+        other._has_begun = self._has_begun or begun is not None
+        other._origin = self if begun is not None else self._origin
+        if begun is not None and batches is not None:
+            batches.resume_from = begun["order"]
         return other
 
 
@@ -399,7 +457,7 @@ def prepare_loader(loader: DataLoader[Any], context: LoaderContext) -> Accelerat
 def _seedable(source: Any, config: DataLoaderConfiguration) -> Any:
     """A batch sampler like ``source`` that shuffles by seed and epoch, if that is asked for and ``source`` shuffles."""
     sampler = getattr(source, "sampler", None)
-    if not config.use_seedable_sampler or not isinstance(sampler, RandomSampler):
+    if not config.use_seedable_sampler or not isinstance(sampler, RandomSampler | StatefulRandomSampler):
         return source
     source = copy.copy(source)
     source.sampler = SeedableSampler(sampler, config.data_seed)

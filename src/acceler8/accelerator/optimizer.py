@@ -14,7 +14,10 @@ from acceler8.scaling import StepClock
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Wraps ``optimizer``; attributes, groups and state are the wrapped optimizer's own."""
+    """Wraps ``optimizer``; attributes, groups and state are the wrapped optimizer's own.
+
+    number: which of its Accelerator's optimizers it is; ``StepClock`` counts the steps of several by it.
+    """
 
     def __init__(
         self,
@@ -22,9 +25,10 @@ class AcceleratedOptimizer(Optimizer):
         gradients: GradientState,
         clock: StepClock,
         scaler: LossScaler | None,
+        number: int = 0,
     ) -> None:
         self.optimizer, self.gradients, self.clock, self.scaler = optimizer, gradients, clock, scaler
-        self.step_was_skipped = False
+        self.number, self.step_was_skipped = number, False
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while being copied or unpickled
@@ -56,7 +60,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.state = state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer if this micro-batch completes a window, then tick the step clock."""
+        """Step the wrapped optimizer if this micro-batch completes a window, then tell the step clock."""
         if not self.gradients.sync_gradients:
             return None
         if self.scaler is None:
@@ -68,7 +72,7 @@ class AcceleratedOptimizer(Optimizer):
             )
         else:
             out, self.step_was_skipped = self.scaler.step(self.optimizer)
-        self.clock.tick()
+        self.clock.optimizer_stepped(self.number)
         return out
 
     def unscale(self) -> None:
@@ -80,6 +84,8 @@ class AcceleratedOptimizer(Optimizer):
         """Clear gradients where a window ends; inside one they keep adding up."""
         if self.gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            if self.scaler is not None:
+                self.scaler.forget(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 from collections.abc import Mapping
@@ -42,8 +43,19 @@ class Processes:
     def end(self) -> None:
         """End the process group if it was started here."""
         if self.owns_group and distributed.is_initialized():
+            _keep_for_ever(distributed.group.WORLD)
             distributed.destroy_process_group()
         self.owns_group = False
+
+
+def _keep_for_ever(group: object) -> None:
+    """Have the interpreter never free a group that is ended.
+
+    Freeing one of Gloo joins its threads while holding the interpreter's lock, for which such a thread may be waiting
+    to let go of the last collective's result: both wait for ever. The last owner is often a DistributedDataParallel,
+    which goes when the script's function returns. The threads end with the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def join_processes(

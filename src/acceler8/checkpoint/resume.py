@@ -342,12 +342,17 @@ class Resume:
                     f"loader {i}: keeps no position, so it starts from its beginning; skip batches yourself, or use"
                     " torchdata's StatefulDataLoader"
                 )
-            else:
-                found.append((loader, state))
+                continue
+            if hasattr(loader, "fit"):
+                state, differs = loader.fit(state)
+                if differs:
+                    self.reset.append(f"loader {i}: {differs}; its epoch starts from its beginning")
+            found.append((loader, state))
         return found
 
     def _set_loop(self) -> None:
         self.training.clock.ticks = self.state["steps"]
+        self.training.clock.stepped = set(self.state["stepped"])
         window, saved = self.training.window, self.state["window"]
         window.micro_batch = saved["micro_batch"] if self._keeps_window else 0
         window.sync_gradients = saved["sync_gradients"] if self._keeps_window else True

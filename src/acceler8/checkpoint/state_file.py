@@ -16,6 +16,7 @@ _SHAPE: dict[str, Any] = {
     "format_version": int,
     "mixed_precision": str,
     "steps": int,
+    "stepped": [int],
     "window": {"num_steps": int, "micro_batch": int, "sync_gradients": bool},
     "num_processes": int,
     "models": [_MODEL],
@@ -45,6 +46,8 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.folder / STATE} has format_version {version}, this acceler8 reads up to {STATE_VERSION}; it"
             f" was written by acceler8 {checkpoint.versions['acceler8']}: install that or a newer one"
         )
+    if type(version) is int and version < 3:  # the first formats did not note which optimizers had stepped
+        state.setdefault("stepped", [])
     models = [{**_MODEL, "fp8": [_FIRST_PART if version == 1 else _PART]}]
     if wrong := _wrong(state, {**_SHAPE, "models": models}, ""):
         raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")

@@ -32,7 +32,7 @@ from acceler8.checkpoint.tree import encode
 from acceler8.errors import CheckpointError
 from acceler8.scaling import StepClock
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Of ``acceler8_state.json``; raised when an older reader could misread it."""
 STATE = "acceler8_state.json"
 
@@ -171,6 +171,7 @@ def _write_state(folder: Path, training: Training, models: list[dict[str, Any]])
         "format_version": STATE_VERSION,
         "mixed_precision": training.mixed_precision,
         "steps": training.clock.ticks,
+        "stepped": sorted(training.clock.stepped),
         "window": {
             "num_steps": window.num_steps,
             "micro_batch": window.micro_batch,

@@ -42,6 +42,7 @@ class ModelState:
         if self.amax is not None:
             self.clock.subscribe(self.amax.update)
         self.clock.subscribe(self.drop_codes)
+        self.clock.watch_weights(self.drop_codes)
         for schedule in self.own_schedules():
             self.clock.follow(schedule.follow)
 
@@ -52,6 +53,7 @@ class ModelState:
         if self.amax is not None:
             self.clock.unsubscribe(self.amax.update)
         self.clock.unsubscribe(self.drop_codes)
+        self.clock.unwatch_weights(self.drop_codes)
         for schedule in self.own_schedules():
             self.clock.unfollow(schedule.follow)
 
