@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
-from acceler8.accelerator.processes import join_processes
+from acceler8.accelerator.processes import Processes, join_processes
 from acceler8.errors import ConfigError
 
 SCRIPT = """
@@ -194,3 +197,13 @@ def test_one_process_starts_no_group() -> None:
         found.wait()
         found.end()
     assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_is_ended_is_never_freed():
+    """Freeing a Gloo group, as the end of a DistributedDataParallel does, may wait for ever for one of its threads."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(distributed.group.WORLD)
+    Processes(torch.device("cpu"), owns_group=True).end()
+    gc.collect()
+    assert not distributed.is_initialized()
+    assert group() is not None
