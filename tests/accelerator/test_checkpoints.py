@@ -864,3 +864,21 @@ def test_two_optimizers_go_on_in_their_round(tmp_path, stop):
     assert accelerator.load_state(tmp_path / "c").reset == ()
     assert train(accelerator, prepared, stop, 8) == expected
     assert expected[1][-1] == 4
+
+
+def test_skipping_no_batches_after_a_resume_counts_as_the_epoch(tmp_path):
+    """As scripts do that were stopped between two epochs."""
+
+    def start():
+        config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(range(12), 4, shuffle=True))
+
+    accelerator, loader = start()
+    list(loader)
+    accelerator.save_state(tmp_path / "c")
+    expected = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    accelerator, loader = start()
+    accelerator.load_state(tmp_path / "c")
+    found = [torch.cat(list(batches)).tolist() for batches in (accelerator.skip_first_batches(loader, 0), loader)]
+    assert found == expected

@@ -87,6 +87,7 @@ class AcceleratedLoader:
         self._resume: dict[str, Any] | None = None
         self._resume_point: dict[str, Any] | None = None
         self._has_begun = False  # the next pass is of an epoch that began before, and whose draws were made
+        self._is_resumed = False  # from load_state_dict to the next pass
         self._origin: AcceleratedLoader | None = None  # what this one reads the interrupted epoch for
 
     def __getattr__(self, name: str) -> Any:
@@ -145,6 +146,7 @@ class AcceleratedLoader:
             self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        self._is_resumed = False
         self._share_random_states()
         self.set_epoch(self.iteration)
         resume, self._resume = self._resume, None
@@ -309,7 +311,7 @@ class AcceleratedLoader:
             _log.warning("a loader's %s; its epoch starts from its beginning", differs)
         self.iteration = state["iteration"]
         self._forget_resume_point()
-        self._resume_point = state
+        self._resume_point, self._is_resumed = state, True
         if self._seed is not None and self.batches is not None and state["seed"] is not None:
             self.batches.sampler.initial_seed = state["seed"]
         order = state["order"]
@@ -338,8 +340,8 @@ class AcceleratedLoader:
     def skipping(self, num_batches: int) -> AcceleratedLoader:
         """A loader of the same batches without this process's first ``num_batches``.
 
-        After ``load_state_dict`` in the middle of an epoch it has the order of that epoch, and its first pass counts as
-        this loader's: in what is saved, and in the epoch that comes next.
+        Behind ``load_state_dict`` it has the order of the epoch that was interrupted, and its first pass counts as this
+        loader's: in what is saved, and in the epoch that comes next.
         """
         if num_batches < 0:
             raise ConfigError(f"skip_first_batches got num_batches={num_batches}; allowed: an integer from 0")
@@ -362,7 +364,7 @@ class AcceleratedLoader:
         )
         other.iteration, other.skip = self.iteration, self.skip + num_batches
         other._has_begun = self._has_begun or begun is not None
-        other._origin = self if begun is not None else self._origin
+        other._origin, self._is_resumed = self if self._is_resumed else self._origin, False
         if begun is not None and batches is not None:
             batches.resume_from = begun["order"]
         return other
