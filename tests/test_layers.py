@@ -31,7 +31,7 @@ LAYERS = (
     ("accelerator",),
     ("launch",),
     ("the public names",),
-    ("bench", "compat", "demo", "utils"),
+    ("bench", "compat", "demo", "logging", "utils"),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -12,11 +12,18 @@ __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {
     "Accelerator": "acceler8.accelerator",
+    "AutocastKwargs": "acceler8.utils",
+    "DataLoaderConfiguration": "acceler8.utils",
     "DeepSpeedPlugin": "acceler8.utils",
+    "DistributedDataParallelKwargs": "acceler8.utils",
     "DistributedType": "acceler8.utils",
     "FullyShardedDataParallelPlugin": "acceler8.utils",
+    "GradScalerKwargs": "acceler8.utils",
+    "GradientAccumulationPlugin": "acceler8.utils",
+    "InitProcessGroupKwargs": "acceler8.utils",
     "NativeRecipeKwargs": "acceler8.utils",
     "Plan": "acceler8.conversion",
+    "ProfileKwargs": "acceler8.utils",
     "Recipe": "acceler8.recipes",
     "StepClock": "acceler8.scaling",
     "attach": "acceler8.conversion",
@@ -48,19 +55,33 @@ if TYPE_CHECKING:
     from acceler8.recipes import Recipe
     from acceler8.scaling import StepClock
     from acceler8.utils import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
         DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
         DistributedType,
         FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
         NativeRecipeKwargs,
+        ProfileKwargs,
     )
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
     "DistributedType",
     "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "NativeRecipeKwargs",
     "Plan",
+    "ProfileKwargs",
     "Recipe",
     "StepClock",
     "attach",

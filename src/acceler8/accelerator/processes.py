@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from acceler8.config.environment import current_environment
 from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.errors import ConfigError, HardwareError
 
@@ -46,6 +47,14 @@ class Processes:
             _keep_for_ever(distributed.group.WORLD)
             distributed.destroy_process_group()
         self.owns_group = False
+
+
+def place_of_this_process() -> tuple[int, int]:
+    """``(number, how many)``: of the process group that runs, else of the launcher's variables, else alone."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    environ = current_environment()
+    return _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
 
 
 def _keep_for_ever(group: object) -> None:

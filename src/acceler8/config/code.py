@@ -94,6 +94,12 @@ def sort_handlers(
             raise ConfigError(f"kwargs_handlers got the class {name}; allowed: an object of it; write {name}(...)")
         slot = next((name for kind, name in slots.items() if isinstance(handler, kind)), None)
         if slot is None:
+            own = next((kind for kind in slots if kind.__name__ == type(handler).__name__), None)
+            if own is not None:
+                raise ConfigError(
+                    f"kwargs_handlers got the {own.__name__} of {type(handler).__module__.partition('.')[0]}; allowed:"
+                    f" acceler8's; write from acceler8.utils import {own.__name__}"
+                )
             known = ", ".join(kind.__name__ for kind in slots)
             why = " in this version" if isinstance(handler, KwargsHandler) else ""
             raise ConfigError(

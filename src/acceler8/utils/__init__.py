@@ -1,10 +1,11 @@
-"""Names that scripts import from here: recipe classes, handlers, plugins, enums, and what is available.
+"""Names that scripts import from here: recipe classes, handlers, plugins, enums, seeds, and what is available.
 
 They are Hugging Face Accelerate's, so that a script changes ``accelerate.utils`` into ``acceler8.utils``.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from acceler8.config.availability import (
@@ -41,6 +42,8 @@ from acceler8.config.run_handlers import (
 from acceler8.errors import ConfigError
 
 if TYPE_CHECKING:
+    from acceler8.accelerator.nested import send_to_device
+    from acceler8.accelerator.seeding import set_seed
     from acceler8.checkpoint.project import ProjectConfiguration
 
 __all__ = [
@@ -75,16 +78,23 @@ __all__ = [
     "is_transformer_engine_available",
     "is_transformer_engine_mxfp8_available",
     "parse_flag_from_env",
+    "send_to_device",
+    "set_seed",
     "str_to_bool",
 ]
 
+# whose modules need PyTorch, for which the others do not wait
+_LATER = {
+    "ProjectConfiguration": "acceler8.checkpoint.project",
+    "send_to_device": "acceler8.accelerator.nested",
+    "set_seed": "acceler8.accelerator.seeding",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name != "ProjectConfiguration":  # the only one whose module needs PyTorch, which the others do not wait for
+    if name not in _LATER:
         raise AttributeError(f"module 'acceler8.utils' has no attribute {name!r}; it offers: {', '.join(__all__)}")
-    from acceler8.checkpoint.project import ProjectConfiguration
-
-    return ProjectConfiguration
+    return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
