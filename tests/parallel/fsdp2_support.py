@@ -61,9 +61,9 @@ class Model(nn.Module):
         return self.head(y) + self.skip(x)
 
 
-def make_model(recipe: str | Recipe, checkpointed: bool = False) -> Model:
+def make_model(recipe: str | Recipe, checkpointed: bool = False, fuse: bool = True) -> Model:
     model = Model(checkpointed)
-    convert(model, plan(model, recipe))
+    convert(model, plan(model, recipe, fuse=fuse))
     assert [name for name, _ in fp8_layers(model)] == [f"blocks.{i}.{n}" for i in range(2) for n in ("up", "down")]
     return model
 

@@ -186,8 +186,8 @@ def decode_e4m3(codes, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:  # exponent and mantissa at their place in FP32; the bias, and subnormal numbers, by a multiplication
         bits = codes.to(tl.int32)
         magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-        value = tl.where(bits > 127, -magnitude, magnitude)
+        value = (magnitude.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)  # -0 too
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     return value
 
 
