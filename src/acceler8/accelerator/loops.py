@@ -50,11 +50,6 @@ class Loops:
         self.gradients.sync_gradients = value
 
     @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self.gradients.num_steps
-
-    @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if an optimizer did not make its last step, for a gradient was NaN or inf (FP16 only)."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
@@ -63,11 +58,6 @@ class Loops:
     def split_batches(self) -> bool:
         """True if each process takes its part of every batch."""
         return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """True if a short tail is completed, so that all processes see as many batches."""
-        return self.dataloader_config.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
@@ -107,7 +97,7 @@ class Loops:
         if self.processes.num_processes == 1:
             yield
             return
-        is_even = self.even_batches if even_batches is None else even_batches
+        is_even = self.dataloader_config.even_batches if even_batches is None else even_batches
         if not is_even:
             self._check_can_join(joinables)
         changed = []

@@ -28,6 +28,7 @@ from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
 from acceler8.functional.linears import cannot_merge
 from acceler8.nn import NormKind, neighbourhood
+from acceler8.nn.class_change import OF_EVERY_MODULE
 from acceler8.recipes import Recipe
 
 _READERS = (
@@ -42,7 +43,6 @@ _READERS = (
 )
 _MOST_CHILDREN = 6
 _PLAIN = (int, float, str, bool, type(None))
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 Known = dict[Any, "GatedMLP | NormKind | None"]  # looking at one takes milliseconds, and most are alike
 
 
@@ -138,9 +138,7 @@ def _signature(module: nn.Module) -> tuple[Any, ...]:
     children = [
         (n, type(c) if isinstance(c, nn.Linear) or c is None else _signature(c)) for n, c in module._modules.items()
     ]
-    plain = [
-        (n, v if isinstance(v, _PLAIN) else id(v)) for n, v in module.__dict__.items() if n not in _OF_EVERY_MODULE
-    ]
+    plain = [(n, v if isinstance(v, _PLAIN) else id(v)) for n, v in module.__dict__.items() if n not in OF_EVERY_MODULE]
     tensors = [(n, t is None) for n, t in (*module._parameters.items(), *module._buffers.items())]
     hooks = any(module.__dict__[name] for name in ("_forward_hooks", "_forward_pre_hooks"))
     return type(module), tuple(children), tuple(plain), tuple(tensors), hooks

@@ -120,9 +120,9 @@ class Recipe:
     eval: Literal["high_precision", "fp8"] = "high_precision"
     """What a layer in eval() mode computes in."""
     save_for_backward: Literal["fp8", "fp8_compressed", "bf16"] = "fp8"
-    """What stays between forward and backward: ``fp8``, the codes that wgrad multiplies; ``fp8_compressed``, also the
-    inputs of gated activations and of norms in FP8, with a scale for 128 elements of a row, and what follows them made
-    again; ``bf16``, inputs as they are, cast in backward."""
+    """What stays between forward and backward: ``fp8``, the codes that wgrad multiplies, or an input that its maker
+    keeps anyway; ``fp8_compressed``, also the inputs of gated activations and of norms in FP8, with a scale for 128
+    elements of a row, and what follows them made again; ``bf16``, inputs as they are, cast in backward."""
     skip: tuple[str, ...] = ()
     """Layers that stay in high precision: a name, a dotted prefix or suffix of one, or a glob (``layers.0.*``)."""
 
