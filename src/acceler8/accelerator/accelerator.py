@@ -414,14 +414,6 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
                 for c in codes:
                     c.close() if self.gradients.sync_gradients else c.pause()
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the global norm of gradients (unscaled first, under FP16); returns the norm before clipping."""
-        parameters = list(parameters)
-        for optimizer in self._optimizers:
-            if self.gradients.sync_gradients:
-                optimizer.unscale()
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
-
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
