@@ -21,7 +21,6 @@ from acceler8.nn import fp8_layers, fp8_state_dict
 from acceler8.utils import DataLoaderConfiguration, NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
-from tests.checkpoint.test_hostile import edit
 
 
 @pytest.fixture(autouse=True)
@@ -158,23 +157,6 @@ def test_a_resume_says_that_something_else_is_kept_for_backward(tmp_path):
         "Sequential: recipe was delayed, now delayed with other settings: save_for_backward was 'bf16', now 'fp8'",
     )
     assert_same(fp8_state_dict(second.model), fp8_state_dict(first.model))  # the histories go on all the same
-
-
-def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
-    run = Run(0)
-    folder = run.save(tmp_path / "c")
-
-    def earlier(state):
-        assert state["format_version"] == 3
-        state["format_version"] = 1
-        del state["stepped"]
-        for part in state["models"][0]["fp8"]:
-            del part["fp8_steps"], part["fp8_last_layers"]
-            del part["recipe"]["save_for_backward"]
-
-    edit(folder, "acceler8_state.json", earlier)
-    handler = NativeRecipeKwargs(recipe="delayed", fp8_steps="9:")
-    assert Run(1, recipe=None, kwargs_handlers=[handler]).load(folder).reset == ()
 
 
 def test_a_resume_says_which_layers_had_another_recipe(tmp_path):

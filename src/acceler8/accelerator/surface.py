@@ -6,7 +6,6 @@ Which members there are, and what takes the place of those that are not, is the 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +79,6 @@ class Surface:
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[Any]
     _dataloaders: list[AcceleratedLoader]
-    _loaders: weakref.WeakSet[AcceleratedLoader]
     _loader_context: LoaderContext
     _native_amp: bool = True
 
@@ -293,7 +291,6 @@ class Surface:
         del objects
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
-        self._loaders.clear()
         clock, self.clock = self.clock, StepClock()  # a clock holds those that it calls
         self.clock.ticks = clock.ticks
         self.gradients.micro_batch, self.gradients.sync_gradients = 0, True
