@@ -50,7 +50,7 @@ from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
 from acceler8.config import resolve as configuration
 from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
-from acceler8.config.code import gather, layer_from_code, sort_handlers
+from acceler8.config.code import gather, sort_handlers, values_from_code
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
 from acceler8.config.handlers import KwargsHandler, recipe_object, recipe_values
@@ -65,7 +65,7 @@ from acceler8.config.run_handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from acceler8.config.sources import DEFAULT, NOT_FP8, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, NOT_FP8, Precedence, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
@@ -183,7 +183,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.init_handler: InitProcessGroupKwargs | None = others.get("init_handler")
         self.autocast_handler: AutocastKwargs | None = others.get("autocast_handler")
         self.fsdp_plugin, self.deepspeed_plugin, self.dynamo_plugin = fsdp_plugin, deepspeed_plugin, dynamo_plugin
-        code = layer_from_code(
+        code = values_from_code(
             mixed_precision=mixed_precision,
             cpu=cpu,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -460,7 +460,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:
-            own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
+            own = Source(Precedence.DEFAULT, f"of recipe {self.recipe.name}")
             named = recipe_named(self.recipe.name) if self.recipe.name in recipe_names() else self.recipe
             values["fp8_config.fp8_format"] = Value(recipe_values(named)[0]["fp8_format"], own)
         return values
