@@ -6,7 +6,7 @@ Precedence, highest first: code, flag, environment, YAML, default. Every effecti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -111,11 +111,12 @@ class Effective:
     @property
     def config(self) -> Config:
         """The values as the schema's dataclass."""
-        nested: dict[str, Any] = {}
-        for path, value in self.given().items():
-            entry = ENTRIES[path]
-            (nested.setdefault(entry.section, {}) if entry.section else nested)[entry.key] = value
-        return Config(**nested)
+        top = {ENTRIES[path].key: value for path, value in self.given("").items()}
+        for section in fields(Config):
+            if callable(section.default_factory):  # one of the sections, not a setting
+                inside = self.given(section.name)
+                top[section.name] = section.default_factory(**{ENTRIES[p].key: v for p, v in inside.items()})
+        return Config(**top)
 
 
 def merge(routes: Iterable[RouteValues]) -> Effective:
