@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from nlp_data import load_model, make_loaders
-from nlp_example import arguments, evaluate, linear_schedule
+from nlp_example import Progress, arguments, evaluate, linear_schedule
 
 from acceler8 import Accelerator
 
@@ -58,10 +58,12 @@ def train(args: argparse.Namespace) -> None:
         folder = Path(args.project_dir) / name
         accelerator.save_state(folder, progress={"epoch": epoch, "seen": seen, "skipped": left is not loader})
 
+    progress = Progress(accelerator, args.steps)
     model.train()
     while step < args.steps:
         losses = []
         for batch in left:
+            progress.add(batch)
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -73,8 +75,10 @@ def train(args: argparse.Namespace) -> None:
             if not accelerator.sync_gradients:
                 continue  # the step is not complete
             step += 1
-            accelerator.log({"loss": torch.stack(losses).mean(), "lr": scheduler.get_last_lr()[0]}, step=step)
+            mean = torch.stack(losses).mean()
             losses.clear()
+            accelerator.log({"loss": mean, "lr": scheduler.get_last_lr()[0]}, step=step)
+            progress.show(step, mean)
             if args.checkpointing_steps.isdigit() and step % max(int(args.checkpointing_steps), 1) == 0:
                 save(f"step_{step}")
             if step == args.steps:

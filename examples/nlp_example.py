@@ -10,6 +10,7 @@ acceler8 launch --cpu --num_processes 2 examples/nlp_example.py --steps 20
 from __future__ import annotations
 
 import argparse
+import time
 
 import torch
 from nlp_data import load_model, make_loaders
@@ -20,6 +21,24 @@ from acceler8 import Accelerator
 
 def linear_schedule(optimizer, moves: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda move: max(0.0, 1 - move / moves))
+
+
+class Progress:
+    """Prints loss and speed every 10 steps; tokens are this process's, without those that fill up short samples."""
+
+    def __init__(self, accelerator: Accelerator, steps: int) -> None:
+        self.accelerator, self.steps, self.tokens, self.since = accelerator, steps, 0, time.perf_counter()
+
+    def add(self, batch) -> None:
+        self.tokens = self.tokens + batch["attention_mask"].sum()  # a tensor: the GPU is waited for when printing
+
+    def show(self, step: int, loss) -> None:
+        if step % 10 and step != self.steps:
+            return
+        loss, tokens, now = loss.item(), float(self.tokens), time.perf_counter()
+        rate = tokens / (now - self.since)
+        self.accelerator.print(f"step {step} of {self.steps}: loss {loss:.4f}, {rate:.0f} tokens/s", flush=True)
+        self.tokens, self.since = 0, time.perf_counter()
 
 
 def evaluate(accelerator: Accelerator, model, loader) -> float:
@@ -46,18 +65,18 @@ def train(args: argparse.Namespace) -> None:
     model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, loader, eval_loader, scheduler
     )
-    step = 0
+    step, progress = 0, Progress(accelerator, args.steps)
     model.train()
     while step < args.steps:
         for batch in loader:
+            progress.add(batch)
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            if step % 50 == 0 or step == args.steps:
-                accelerator.print(f"step {step}: loss {loss.item():.4f}")
+            progress.show(step, loss)
             if step == args.steps:
                 break
     accelerator.print(f"{accelerator.mixed_precision}: accuracy {evaluate(accelerator, model, eval_loader):.2f} %")

@@ -50,7 +50,7 @@ def test_the_routes_on_the_page_are_equal(tmp_path: Path):
     exports = next(text for kind, text in BLOCKS if text.startswith("export"))
     expected = {"mixed_precision": "fp8", "fp8_config.backend": "TE", "fp8_config.margin": 2}
     assert merge([read_yaml(tmp_path / "run.yaml")]).given() == expected
-    assert merge([parse_flags(shlex.split(flags)[2:]).layer]).given() == expected
+    assert merge([parse_flags(shlex.split(flags)[2:]).route]).given() == expected
     variables = dict(word.split("=") for word in shlex.split(exports)[1:])
     assert merge([read_environment(variables)]).given() == expected
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 VENDORS = ("deepspeed", "lightning", "peft", "torchao", "transformer_engine", "transformers", "triton")
-ON_USE = ("jinja2", "pydantic", "rich", "torchdata", "typer", "yaml")
+ON_USE = ("jinja2", "rich", "torchdata", "typer", "yaml")
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
     for path in SOURCE.rglob("*.py")

@@ -31,7 +31,7 @@ class Entry:
 
 
 _SAME = """
-accumulate ao_recipe_handler autocast autocast_handler backward check_trigger clear clip_grad_norm_
+accumulate ao_recipe_handler autocast autocast_handler backward check_trigger clear clip_grad_norm_ clip_grad_value_
 dataloader_config ddp_handler deepspeed_plugin delayed_fp8_autocast device device_placement dispatch_batches
 distributed_type end_training even_batches fp8_enabled fp8_recipe_handler free_memory gather_for_metrics
 get_state_dict gradient_accumulation_steps has_fp8_handler init_handler is_composable_parallelism_enabled is_fsdp2
@@ -45,7 +45,6 @@ unscale_gradients unwrap_model use_distributed use_seedable_sampler wait_for_eve
 """
 
 _DIFFERENT = {
-    "clip_grad_value_": "under FP16 it does nothing inside an accumulation window, whose gradients are still scaled",
     "fp8_backend": "has a member more, NATIVE: acceler8's own kernels, the first choice",
     "gather": "shapes or dtypes that differ between processes raise ShapeError in all of them",
     "get_tracker": "knows `jsonl` too; an unknown name raises ConfigError, a ValueError",

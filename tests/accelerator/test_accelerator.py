@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
-from acceler8.errors import GradientError, PlanError, RecipeError, VerifyError
+from acceler8.errors import ConfigError, GradientError, PlanError, RecipeError, VerifyError
 from acceler8.nn import Fp8Linear, state_of
 from acceler8.utils import NativeRecipeKwargs
 
@@ -352,7 +352,7 @@ def test_fp16_keeps_one_scale_for_two_optimizers_of_a_step() -> None:
     for m in models:
         torch.testing.assert_close(m.weight, torch.full((1, 4), -3 / 64))
     models[0](torch.ones(2, 4)).mean().backward()
-    with pytest.raises(RecipeError, match="closure under fp16"):
+    with pytest.raises(ConfigError, match="closure under fp16"):
         optimizers[0].step(lambda: None)
 
 
@@ -492,6 +492,24 @@ def test_parts_converted_on_their_own_all_follow_the_clock() -> None:
             optimizer.zero_grad()
     assert [state_of(part).amax.steps for part in model] == [2, 2]
     assert len(accelerator.fp8_report().plans) == 2
+
+
+def test_a_scheduler_or_loader_prepared_twice_is_one() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), make_loader()
+    first = accelerator.prepare(model, optimizer, loader, scheduler)
+    for again in ((model, optimizer, loader, scheduler), first, (*first[:2], first[2].loader, first[3].scheduler)):
+        assert all(one is other for one, other in zip(accelerator.prepare(*again), first, strict=True))
+    assert accelerator.prepare(loader) is accelerator.prepare(loader, loader)[1] is first[2]
+    assert (len(accelerator._dataloaders), len(accelerator._schedulers)) == (1, 1)  # what a checkpoint holds
+    assert accelerator.prepare(make_loader()) is not first[2]
+    optimizer.step()
+    accelerator.prepare(scheduler).step()
+    assert scheduler.get_last_lr() == [0.4]
+    accelerator.free_memory()
+    assert accelerator.prepare(loader) is not first[2]
 
 
 def test_the_same_optimizer_prepared_twice_is_one() -> None:

@@ -21,7 +21,6 @@ from acceler8.nn import fp8_layers, fp8_state_dict
 from acceler8.utils import DataLoaderConfiguration, NativeRecipeKwargs
 from tests.checkpoint.runs import Counter, Run
 from tests.checkpoint.support import assert_same
-from tests.checkpoint.test_hostile import edit
 
 
 @pytest.fixture(autouse=True)
@@ -160,23 +159,6 @@ def test_a_resume_says_that_something_else_is_kept_for_backward(tmp_path):
     assert_same(fp8_state_dict(second.model), fp8_state_dict(first.model))  # the histories go on all the same
 
 
-def test_a_state_of_the_first_version_knows_no_schedule(tmp_path):
-    run = Run(0)
-    folder = run.save(tmp_path / "c")
-
-    def earlier(state):
-        assert state["format_version"] == 3
-        state["format_version"] = 1
-        del state["stepped"]
-        for part in state["models"][0]["fp8"]:
-            del part["fp8_steps"], part["fp8_last_layers"]
-            del part["recipe"]["save_for_backward"]
-
-    edit(folder, "acceler8_state.json", earlier)
-    handler = NativeRecipeKwargs(recipe="delayed", fp8_steps="9:")
-    assert Run(1, recipe=None, kwargs_handlers=[handler]).load(folder).reset == ()
-
-
 def test_a_resume_says_which_layers_had_another_recipe(tmp_path):
     first = Run(0, recipe=MIXED)
     first.train(4)
@@ -309,14 +291,17 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path, tie):
     accelerator.save_state(tmp_path / "c")
     accelerator.save_model(model, tmp_path / "m", max_shard_size="20KB")
     assert (tmp_path / "m" / "model.safetensors.index.json").is_file()
+    accelerator.unwrap_model(model).save_pretrained(tmp_path / "p")
+    for folder in ("c", "m"):
+        accelerator.unwrap_model(model).config.save_pretrained(tmp_path / folder)
+    assert accelerator.load_state(tmp_path / "c").steps == 2  # with a config.json beside it
 
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     plain = acceler8.restore(model).eval()
     assert (plain.lm_head.weight is plain.model.embed_tokens.weight) is tie
     with torch.no_grad():
         want = plain(input_ids=tokens).logits
-        for folder in ("c", "m"):
-            config.save_pretrained(tmp_path / folder)
+        for folder in ("c", "m", "p"):
             loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
             assert not any(info.values()), info
             assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tie
@@ -535,6 +520,47 @@ def test_the_folder_just_written_stays(tmp_path):
     assert drop_oldest(tmp_path, 2, folders[0]) == [folders[1]]
     assert drop_oldest(tmp_path, 1, folders[0]) == [folders[2]]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
+
+
+class _Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+def test_what_a_killed_removal_leaves_is_named_and_goes_behind_the_next_save(tmp_path, monkeypatch, caplog):
+    run = Run(0, project_config=project(tmp_path, total_limit=1))
+    run.save(None)
+
+    def killed(*_, **__):
+        raise _Killed
+
+    monkeypatch.setattr("acceler8.checkpoint.folder.shutil.rmtree", killed)
+    with pytest.raises(_Killed):
+        run.save(None)
+    monkeypatch.undo()
+    assert names(tmp_path) == [".checkpoint_0.leaving", "checkpoint_1"]
+
+    again = Run(1, project_config=project(tmp_path, total_limit=1))
+    with caplog.at_level(logging.WARNING, "acceler8"):
+        assert again.load().folder.name == "checkpoint_1"
+    assert "had begun to remove .checkpoint_0.leaving; the next save with a total_limit does" in caplog.text
+    assert names(tmp_path) == [".checkpoint_0.leaving", "checkpoint_1"]  # reading deletes nothing
+    again.save(None)
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_a_half_removed_checkpoint_that_is_the_last_whole_one_stays_and_is_named(tmp_path):
+    run = Run(0, project_config=project(tmp_path))
+    for n in (2, 10):  # the newest by number, not by text
+        run.accelerator.project_configuration.iteration = n
+        folder = run.save(tmp_path / "elsewhere")
+        folder.rename(folder.with_name(f".{folder.name}.leaving"))
+    with pytest.raises(CheckpointError, match=r"but \.checkpoint_10\.leaving, .* rename it to checkpoint_10 to resume"):
+        run.load()
+    assert drop_oldest(tmp_path / "checkpoints", 1) == []
+    assert names(tmp_path) == [".checkpoint_10.leaving", ".checkpoint_2.leaving"]
+    (tmp_path / "checkpoints" / ".checkpoint_10.leaving" / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"but \.checkpoint_2\.leaving"):
+        run.load()
 
 
 def test_the_oldest_goes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):

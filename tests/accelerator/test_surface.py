@@ -231,21 +231,47 @@ def test_unwrapping_takes_the_compiler_off():
 # --- gradients ---
 
 
-def test_values_are_clipped_in_their_own_units_under_fp16():
-    accelerator = make("fp16", gradient_accumulation_steps=2, kwargs_handlers=[GradScalerKwargs(init_scale=64.0)])
+def _clipped_in_windows(precision, by_value):
+    """Gradients of two windows of three micro-batches, each clipped after every micro-batch, and the norms found."""
+    handlers = [GradScalerKwargs(init_scale=64.0)] if precision == "fp16" else None
+    accelerator = make(precision, gradient_accumulation_steps=3, kwargs_handlers=handlers)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for is_complete in (False, True):
+    gradients, norms = [], []
+    for i in range(6):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(2, 32)).sum() * 10)
-            before = model[2].bias.grad.clone()
-            accelerator.clip_grad_value_(model.parameters(), 0.5)
-            if is_complete:
-                assert torch.equal(model[2].bias.grad, torch.full((32,), 0.5))
+            accelerator.backward(model(torch.ones(2, 32) * (1 + i)).sum())
+            if by_value:
+                accelerator.clip_grad_value_(model.parameters(), 0.5)
             else:
-                assert torch.equal(model[2].bias.grad, before)
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 3.0))
+            if accelerator.sync_gradients:
+                gradients += [p.grad.clone() for p in model.parameters()]
             optimizer.step()
-    assert not accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+            assert not accelerator.optimizer_step_was_skipped
+    return [*gradients, *norms]
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_clipping_inside_a_window_is_the_same_under_fp16(by_value):
+    got, expected = _clipped_in_windows("fp16", by_value), _clipped_in_windows("no", by_value)
+    assert max(g.abs().max().item() for g in expected[:8]) > 0.1  # else the scale would be 64 times off unseen
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=2e-3)
+
+
+def test_a_window_that_met_inf_is_skipped_although_it_was_clipped_inside():
+    accelerator = make("fp16", gradient_accumulation_steps=2)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 32)).mean() / 64)
+            if not accelerator.sync_gradients:
+                model[0].weight.grad[0, 0] = torch.inf
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
 
 
 def test_unscaled_gradients_are_those_of_the_loss():

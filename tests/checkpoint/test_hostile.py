@@ -298,7 +298,7 @@ ATTACKS = {
     "negative staging": (tensors("acceler8_state.safetensors", filled(HISTORY, -1.0, 0)), "finite and from 0"),
     "history shape": (tensors("acceler8_state.safetensors", resized(HISTORY)), "and its tensors disagree"),
     "history missing": (tensors("acceler8_state.safetensors", lambda t: t.pop(HISTORY) is None), "tensors disagree"),
-    "newer state": (state(lambda c: c.update(format_version=9)), "format_version 9, this acceler8 reads up to 3"),
+    "newer state": (state(lambda c: c.update(format_version=9)), "format_version 9, this acceler8 reads up to 1"),
     "newer format": (
         lambda folder: edit(folder, "checkpoint.json", lambda c: c.update(format_version=9)),
         "format_version 9, this acceler8 reads up to",

@@ -179,7 +179,7 @@ def test_convert_goes_round(home: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     path.write_text(TEXT)
     expected = values(path)
     flags = convert(capsys, path, "--to", "flags")
-    assert merge([parse_flags(shlex.split(flags)).layer]).given() == expected
+    assert merge([parse_flags(shlex.split(flags)).route]).given() == expected
     exports = convert(capsys, "--from", "flags", *shlex.split(flags), "--to", "env")
     script = f"{exports}\n{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)

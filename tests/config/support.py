@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from acceler8.config import ENTRIES, Effective, Layer, Rank, Source, merge
+from acceler8.config import ENTRIES, Effective, Precedence, RouteValues, Source, merge
 from acceler8.config.kinds import (
     NOTHING,
     Bool,
@@ -92,11 +92,11 @@ def settings(paths: Any = tuple(ENTRIES)) -> st.SearchStrategy[dict[str, Any]]:
     return some.map(lambda found: {path: found[path] for path in ENTRIES if path in found})
 
 
-def effective_of(values: dict[str, Any], rank: Rank = Rank.CODE) -> Effective:
+def effective_of(values: dict[str, Any], precedence: Precedence = Precedence.CODE) -> Effective:
     """Effective values with one source."""
-    layer = Layer()
+    layer = RouteValues()
     for path, value in values.items():
-        layer.put(path, value, Source(rank, "test"))
+        layer.put(path, value, Source(precedence, "test"))
     return merge([layer])
 
 

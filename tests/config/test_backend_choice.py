@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from acceler8 import backends, recipes
-from acceler8.config import Effective, Layer, Rank, Source, merge, parse_flags, read_environment, read_yaml
+from acceler8.config import Effective, Precedence, RouteValues, Source, merge, parse_flags, read_environment, read_yaml
 from acceler8.config.backend_choice import (
     READY,
     cannot_run,
@@ -30,7 +30,7 @@ def _no_environment(monkeypatch) -> None:
 
 
 def flags(*words: str, precision: str = "fp8") -> Effective:
-    return merge([parse_flags([f"--mixed_precision={precision}", *words]).layer])
+    return merge([parse_flags([f"--mixed_precision={precision}", *words]).route])
 
 
 def environment(**variables: str) -> Effective:
@@ -44,10 +44,10 @@ def yaml(folder: Path, text: str, precision: str = "fp8") -> Effective:
 
 
 def code(values: dict[str, object], precision: str = "fp8") -> Effective:
-    layer = Layer()
-    layer.put("mixed_precision", precision, Source(Rank.CODE, "Accelerator(mixed_precision=)"))
+    layer = RouteValues()
+    layer.put("mixed_precision", precision, Source(Precedence.CODE, "Accelerator(mixed_precision=)"))
     for path, value in values.items():
-        layer.put(path, value, Source(Rank.CODE, f"Recipe({path})"))
+        layer.put(path, value, Source(Precedence.CODE, f"Recipe({path})"))
     return merge([layer])
 
 
@@ -195,7 +195,7 @@ def test_one_route_that_contradicts_itself_is_an_error(tmp_path) -> None:
 
 def test_two_routes_that_differ_make_a_note() -> None:
     routes = [
-        parse_flags(["--fp8_backend=ao"]).layer,
+        parse_flags(["--fp8_backend=ao"]).route,
         read_environment({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_MARGIN": "2"}),
     ]
     assert check(merge(routes)) == [
@@ -206,7 +206,7 @@ def test_two_routes_that_differ_make_a_note() -> None:
 
 def test_a_default_said_aloud_is_silent() -> None:
     exported = read_environment({"ACCELERATE_FP8_MARGIN": "0", "ACCELERATE_FP8_INTERVAL": "1"})  # as Accelerate does
-    assert check(merge([exported, parse_flags(["--mixed_precision=fp8", "--fp8_backend=ao"]).layer])) == []
+    assert check(merge([exported, parse_flags(["--mixed_precision=fp8", "--fp8_backend=ao"]).route])) == []
     with pytest.raises(ConfigError, match="--fp8_margin: margin=0 is no setting of backend AO"):
         check(flags("--fp8_backend=ao", "--fp8_margin=0"))
     assert check(flags("--fp8_margin=0", "--fp8_amax_history_len=1024", "--fp8_amax_compute_algo=max")) == []

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from acceler8 import recipes
-from acceler8.config import Effective, Rank, merge, parse_flags, read_environment
+from acceler8.config import Effective, Precedence, merge, parse_flags, read_environment
 from acceler8.config.backend_choice import check, preferred_backend, recipe_of
-from acceler8.config.code import gather, layer_from_code, sort_handlers, to_python
+from acceler8.config.code import gather, sort_handlers, to_python, values_from_code
 from acceler8.errors import ConfigError
 from acceler8.utils import (
     AORecipeKwargs,
@@ -42,7 +42,7 @@ def said(layer: Any) -> dict[str, tuple[Any, str]]:
 
 
 def test_a_recipe_names_its_backend_and_gives_its_fields() -> None:
-    layer = layer_from_code(mixed_precision="FP8", handlers=sort_handlers([TERecipeKwargs(margin=2)]))
+    layer = values_from_code(mixed_precision="FP8", handlers=sort_handlers([TERecipeKwargs(margin=2)]))
     assert said(layer) == {
         "margin": (2, "code TERecipeKwargs(margin=)"),
         "backend": ("TE", "code TERecipeKwargs"),
@@ -54,13 +54,13 @@ def test_a_recipe_names_its_backend_and_gives_its_fields() -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_levels_stand_beside_one_recipe(gemms, is_first: bool) -> None:
     pair = [gemms(), MSAMPRecipeKwargs()]
-    layer = layer_from_code(handlers=sort_handlers(pair if is_first else pair[::-1]))
+    layer = values_from_code(handlers=sort_handlers(pair if is_first else pair[::-1]))
     assert said(layer)["backend"] == (gemms.BACKEND, f"code {gemms.__name__}")
     assert said(layer)["opt_level"] == ("O2", "default of MSAMPRecipeKwargs")
 
 
 def test_a_default_level_gives_way_to_a_named_one() -> None:
-    code = layer_from_code(handlers=sort_handlers([MSAMPRecipeKwargs()]))
+    code = values_from_code(handlers=sort_handlers([MSAMPRecipeKwargs()]))
     effective = merge([read_environment({"ACCELERATE_FP8_OPT_LEVEL": "O1"}), code])
     assert effective["fp8_config.opt_level"] == "O1"
 
@@ -91,25 +91,25 @@ def test_which_handlers_go_together() -> None:
 
 
 def test_shortcuts_are_a_native_recipe() -> None:
-    layer = layer_from_code(recipe="delayed", skip=iter(["a", "b"]))
+    layer = values_from_code(recipe="delayed", skip=iter(["a", "b"]))
     assert said(layer) == {
         "recipe": ("delayed", "code Accelerator(recipe=)"),
         "backend": ("NATIVE", "code Accelerator(recipe=)"),
         "skip": (("a", "b"), "code Accelerator(skip=)"),
     }
     object_ = recipes.get("delayed", margin=3, skip=("x",)).with_gemms(dgrad=False)
-    effective = merge([layer_from_code(mixed_precision="fp8", recipe=object_, skip=["y"])])
+    effective = merge([values_from_code(mixed_precision="fp8", recipe=object_, skip=["y"])])
     assert recipe_of(effective) == object_.replace(skip=("x", "y"))
     assert check(effective) == []
 
 
 def test_a_recipe_object_hides_what_other_routes_say_of_it() -> None:
     environ = read_environment({"ACCELERATE_FP8_FORMAT": "E5M2", "ACCELERATE_FP8_SKIP": "z"})
-    effective = merge([environ, layer_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
+    effective = merge([environ, values_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
     assert effective["fp8_config.fp8_format"] == "E4M3"
     assert check(effective) == []
     delayed = read_environment({"ACCELERATE_FP8_MARGIN": "2", "ACCELERATE_FP8_OVERRIDE_WGRAD": "true"})
-    effective = merge([delayed, layer_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
+    effective = merge([delayed, values_from_code(mixed_precision="fp8", recipe=recipes.get("blockwise"))])
     assert check(effective) == []
     assert effective["fp8_config.margin"] is None
     assert effective["fp8_config.override_linear_precision"] != (False, False, True)
@@ -117,7 +117,7 @@ def test_a_recipe_object_hides_what_other_routes_say_of_it() -> None:
 
 def test_a_recipe_with_a_name_of_its_own_is_code_only() -> None:
     mine = recipes.get("delayed", margin=3).replace(name="mine")
-    layer = layer_from_code(mixed_precision="fp8", recipe=mine)
+    layer = values_from_code(mixed_precision="fp8", recipe=mine)
     assert layer.notes == [
         "Accelerator(recipe=) is an object: it exists in code only, no flag, variable or YAML key has it"
     ]
@@ -153,20 +153,20 @@ def test_a_recipe_with_a_name_of_its_own_is_code_only() -> None:
 def test_what_contradicts_itself_is_an_error(arguments: dict, match: str) -> None:
     handlers = sort_handlers(arguments.pop("handlers", None))
     with pytest.raises(ConfigError, match=match):
-        layer_from_code(**arguments, handlers=handlers)
+        values_from_code(**arguments, handlers=handlers)
 
 
 def test_what_goes_together() -> None:
     handlers = sort_handlers([MSAMPRecipeKwargs("O1")])
     for arguments in ({"recipe": "rowwise"}, {"backend": "native"}):
-        layer = layer_from_code(**arguments, handlers=handlers)
+        layer = values_from_code(**arguments, handlers=handlers)
         assert said(layer)["backend"][0] == "NATIVE"
         assert said(layer)["opt_level"][0] == "O1"
-    assert said(layer_from_code(backend="Te", handlers=sort_handlers([TERecipeKwargs()])))["backend"][0] == "TE"
+    assert said(values_from_code(backend="Te", handlers=sort_handlers([TERecipeKwargs()])))["backend"][0] == "TE"
 
 
 def test_plugins_give_settings_and_the_engine() -> None:
-    layer = layer_from_code(
+    layer = values_from_code(
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor"),
     )
@@ -175,19 +175,19 @@ def test_plugins_give_settings_and_the_engine() -> None:
         "dynamo_config.dynamo_backend": "INDUCTOR",
         "distributed_type": "FSDP",
     }
-    layer = layer_from_code(deepspeed_plugin=DeepSpeedPlugin(enable_msamp=True))
+    layer = values_from_code(deepspeed_plugin=DeepSpeedPlugin(enable_msamp=True))
     assert said(layer)["backend"] == ("MSAMP", "code DeepSpeedPlugin(enable_msamp=)")
     assert said(layer)["opt_level"] == ("O2", "default of DeepSpeedPlugin")
 
 
 def test_a_level_given_in_code_stays_beside_a_plugins_default() -> None:
     levels = sort_handlers([MSAMPRecipeKwargs("O1")])
-    layer = layer_from_code(handlers=levels, deepspeed_plugin=DeepSpeedPlugin(enable_msamp=True))
+    layer = values_from_code(handlers=levels, deepspeed_plugin=DeepSpeedPlugin(enable_msamp=True))
     assert said(layer)["opt_level"] == ("O1", "code MSAMPRecipeKwargs(opt_level=)")
 
 
 def test_saying_nothing_says_nothing() -> None:
-    assert layer_from_code().values == {}
+    assert values_from_code().values == {}
 
 
 # --- the routes together
@@ -198,7 +198,7 @@ def test_code_before_environment_before_file(monkeypatch, tmp_path) -> None:
     file.write_text("mixed_precision: fp8\nfp8_config:\n  recipe: delayed\n  margin: 1\n  interval: 2\n  skip: [a]\n")
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
     monkeypatch.setenv("ACCELERATE_FP8_INTERVAL", "3")
-    code = layer_from_code(handlers=sort_handlers([NativeRecipeKwargs(margin=4)]))
+    code = values_from_code(handlers=sort_handlers([NativeRecipeKwargs(margin=4)]))
     effective = gather(code, file)
     assert [str(effective.source(f"fp8_config.{key}")) for key in ("margin", "interval", "skip")] == [
         "code NativeRecipeKwargs(margin=)",
@@ -207,24 +207,24 @@ def test_code_before_environment_before_file(monkeypatch, tmp_path) -> None:
     ]
     assert recipe_of(effective) == recipes.get("delayed", margin=4, interval=3, skip=("a",))
     monkeypatch.setenv("ACCELER8_CONFIG_FILE", str(file))
-    assert gather(layer_from_code()).values == gather(layer_from_code(), file).values
+    assert gather(values_from_code()).values == gather(values_from_code(), file).values
 
 
 def test_a_handlers_default_gives_way_to_the_file(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("fp8_config: {margin: 3}\n")
-    code = layer_from_code(mixed_precision="fp8", handlers=sort_handlers([NativeRecipeKwargs(recipe="delayed")]))
+    code = values_from_code(mixed_precision="fp8", handlers=sort_handlers([NativeRecipeKwargs(recipe="delayed")]))
     assert gather(code, file)["fp8_config.margin"] == 3
 
 
 def test_fp8_that_code_overrides_is_said(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    (note,) = gather(layer_from_code(mixed_precision="bf16")).notes
+    (note,) = gather(values_from_code(mixed_precision="bf16")).notes
     assert note == (
         "environment ACCELERATE_MIXED_PRECISION asks for mixed_precision fp8, which code Accelerator(mixed_precision=)"
         " overrides with bf16: this run is not FP8"
     )
-    assert gather(layer_from_code()).notes == ()
+    assert gather(values_from_code()).notes == ()
 
 
 # --- Python
@@ -238,7 +238,7 @@ def run(source: str) -> Effective:
     names["Accelerator"] = lambda **given: arguments.update(given)
     exec(compile(lines, "script", "exec"), names)
     arguments["handlers"] = sort_handlers(arguments.pop("kwargs_handlers", None))
-    return merge([layer_from_code(**arguments)])
+    return merge([values_from_code(**arguments)])
 
 
 SCRIPTS = [
@@ -272,16 +272,16 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("words", SCRIPTS, ids=" ".join)
 def test_written_python_gives_the_same_values(words: list[str]) -> None:
-    effective = merge([parse_flags(words).layer])
+    effective = merge([parse_flags(words).route])
     source, lost = to_python(effective)
     assert lost == []
     again = run(source)
     assert again.given() == effective.given()
-    assert all(value.source.rank is Rank.CODE for value in again.values.values())
+    assert all(value.source.precedence is Precedence.CODE for value in again.values.values())
 
 
 def test_a_backend_that_is_not_named_is_named_by_the_class() -> None:
-    effective = merge([parse_flags(["--mixed_precision=fp8", "--fp8_recipe=delayed", "--fp8_opt_level=O2"]).layer])
+    effective = merge([parse_flags(["--mixed_precision=fp8", "--fp8_recipe=delayed", "--fp8_opt_level=O2"]).route])
     source, lost = to_python(effective)
     again = run(source)
     assert lost == []
@@ -309,7 +309,7 @@ def test_a_backend_that_is_not_named_is_named_by_the_class() -> None:
     ],
 )
 def test_what_code_cannot_say_is_named(words: list[str], lost: list[str]) -> None:
-    effective = merge([parse_flags(words).layer])
+    effective = merge([parse_flags(words).route])
     source, found = to_python(effective)
     assert len(found) == len(lost)
     for got, expected in zip(found, lost, strict=True):
@@ -321,7 +321,7 @@ def test_what_code_cannot_say_is_named(words: list[str], lost: list[str]) -> Non
 
 def test_text_cannot_break_out_of_the_script() -> None:
     nasty = "a'); import os; ('"
-    effective = merge([layer_from_code(mixed_precision="fp8", recipe="rowwise", skip=[nasty])])
+    effective = merge([values_from_code(mixed_precision="fp8", recipe="rowwise", skip=[nasty])])
     assert run(to_python(effective)[0])["fp8_config.skip"] == (nasty,)
 
 
@@ -329,10 +329,10 @@ def test_none_of_it_needs_torch_or_a_vendor() -> None:
     work = """
 import sys
 from acceler8 import utils
-from acceler8.config import layer_from_code, merge, to_python
+from acceler8.config import values_from_code, merge, to_python
 from acceler8.config.backend_choice import check
 from acceler8.config.code import sort_handlers
-layer = layer_from_code(mixed_precision="fp8", handlers=sort_handlers([utils.TERecipeKwargs(margin=2)]))
+layer = values_from_code(mixed_precision="fp8", handlers=sort_handlers([utils.TERecipeKwargs(margin=2)]))
 print(check(merge([layer])), len(to_python(merge([layer]))[1]), utils.FullyShardedDataParallelPlugin().fsdp_version)
 print(sorted({"torch", "transformer_engine", "torchao"} & set(sys.modules)))
 """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from acceler8.config import ENTRIES, Rank, read_environment, write_environment
+from acceler8.config import ENTRIES, Precedence, read_environment, write_environment
 from acceler8.config.environment import SOURCES
 from acceler8.errors import ConfigError
 from tests.config.support import effective_of, refusal
@@ -36,7 +36,7 @@ def test_read(environ: dict[str, str], path: str, value: Any):
     found = read_environment(environ).values.get(path)
     assert (found.value if found else None) == value
     if found:
-        assert found.source.rank is Rank.ENVIRONMENT
+        assert found.source.precedence is Precedence.ENVIRONMENT
         assert found.source.where == next(iter(environ))
 
 

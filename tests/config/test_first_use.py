@@ -19,7 +19,7 @@ def _no_environment(monkeypatch) -> None:
 
 
 def flags(*words: str):
-    return merge([parse_flags(words).layer])
+    return merge([parse_flags(words).route])
 
 
 @pytest.mark.parametrize("text", ["!!python/name:os.system", "!!str fp8", "!!map fp8"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from acceler8.config import ENTRIES, Rank, parse_flags
+from acceler8.config import ENTRIES, Precedence, parse_flags
 from acceler8.errors import ConfigError
 from tests.config.support import refusal
 
@@ -39,9 +39,9 @@ from tests.config.support import refusal
 )
 def test_read(line: str, values: dict[str, Any]):
     parsed = parse_flags(line.split())
-    assert {path: value.value for path, value in parsed.layer.values.items()} == values
+    assert {path: value.value for path, value in parsed.route.values.items()} == values
     assert parsed.rest == []
-    assert all(value.source.rank is Rank.FLAG for value in parsed.layer.values.values())
+    assert all(value.source.precedence is Precedence.FLAG for value in parsed.route.values.values())
 
 
 def test_after_the_first_other_word_all_belongs_to_the_script():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from acceler8 import recipes
-from acceler8.config import ENTRIES, Rank
+from acceler8.config import ENTRIES, Precedence
 from acceler8.config.handlers import (
     AORecipeKwargs,
     FP8KwargsHandler,
@@ -48,7 +48,7 @@ def test_fields_are_the_schemas_settings_of_the_backend(kind) -> None:
     handler = kind()
     for name, path in kind.PATHS.items():
         assert getattr(handler, name) == ENTRIES[path].setting.defaults.get(kind.BACKEND), name
-        assert handler.filled(name).source.rank is Rank.DEFAULT
+        assert handler.filled(name).source.precedence is Precedence.DEFAULT
     assert handler.to_kwargs() == {}
 
 
@@ -83,7 +83,7 @@ def test_argument_before_variable_before_default(monkeypatch) -> None:
     handler = TERecipeKwargs(margin=2)
     assert (handler.margin, handler.fp8_format, handler.interval) == (2, "E4M3", 1)
     assert handler.override_linear_precision == (False, True, False)
-    sources = {path: str(value.source) for path, value in handler.layer().values.items()}
+    sources = {path: str(value.source) for path, value in handler.route_values().values.items()}
     assert sources == {
         "fp8_config.margin": "code TERecipeKwargs(margin=)",
         "fp8_config.fp8_format": "environment ACCELERATE_FP8_FORMAT",
@@ -97,24 +97,24 @@ def test_argument_before_variable_before_default(monkeypatch) -> None:
 
 
 def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
-    layer = TERecipeKwargs(amax_compute_algo="MOST_RECENT").layer()
-    assert layer.values["fp8_config.amax_compute_algo"].value == "most_recent"
-    assert not TERecipeKwargs().layer().values
+    route = TERecipeKwargs(amax_compute_algo="MOST_RECENT").route_values()
+    assert route.values["fp8_config.amax_compute_algo"].value == "most_recent"
+    assert not TERecipeKwargs().route_values().values
 
 
 def test_the_flag_that_a_launcher_passed_on_stays_the_source(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
     monkeypatch.setenv("ACCELER8_CONFIG_SOURCES", '{"fp8_config.margin": ["FLAG", "--fp8_margin", "3"]}')
-    assert str(TERecipeKwargs().layer().values["fp8_config.margin"].source) == "flag --fp8_margin"
+    assert str(TERecipeKwargs().route_values().values["fp8_config.margin"].source) == "flag --fp8_margin"
 
 
 def test_a_field_that_is_changed_later_is_given_in_code_and_checked() -> None:
     handler = TERecipeKwargs()
     handler.margin = 4
-    assert str(handler.layer().values["fp8_config.margin"].source) == "code TERecipeKwargs(margin=)"
+    assert str(handler.route_values().values["fp8_config.margin"].source) == "code TERecipeKwargs(margin=)"
     handler.margin = 99
     with pytest.raises(ConfigError, match=r"TERecipeKwargs\(margin=\): .* got 99; allowed: an integer from -16 to 16"):
-        handler.layer()
+        handler.route_values()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_torchaos_own_config_says_everything() -> None:
     config = object()
     handler = AORecipeKwargs(config)
     assert handler.config is config
-    assert (handler.pad_inner_dim, handler.layer().values) == (None, {})
+    assert (handler.pad_inner_dim, handler.route_values().values) == (None, {})
     assert "AORecipeKwargs(config=) is an object" in handler.code_only()[0]
     with pytest.warns(UserWarning, match="pad_inner_dim not used") as caught:
         AORecipeKwargs(config, pad_inner_dim=False)
@@ -300,7 +300,7 @@ def test_handlers_copy_and_pickle() -> None:
     handler = TERecipeKwargs(margin=2)
     for twin in (copy.deepcopy(handler), pickle.loads(pickle.dumps(handler))):
         assert twin == handler
-        assert twin.layer().values == handler.layer().values
+        assert twin.route_values().values == handler.route_values().values
 
 
 def test_to_dict_is_a_deep_copy_and_to_kwargs_the_difference() -> None:
@@ -321,5 +321,5 @@ def test_a_subclass_keeps_the_schema() -> None:
         extra: int = 0
 
     handler = Mine(margin=2, extra=1)
-    assert str(handler.layer().values["fp8_config.margin"].source) == "code Mine(margin=)"
+    assert str(handler.route_values().values["fp8_config.margin"].source) == "code Mine(margin=)"
     assert handler.backend_value().value == "TE"

@@ -42,7 +42,7 @@ def test_yaml_takes_a_text_and_a_mapping(tmp_path, text: str) -> None:
 
 def test_a_flag_and_a_variable() -> None:
     for flag in ("--fp8_last_layers", "--fp8-last-layers"):
-        assert parse_flags([flag, VALUE]).layer.values[PATH].value == VALUE
+        assert parse_flags([flag, VALUE]).route.values[PATH].value == VALUE
     for text in (VALUE, '{"0": 4, "1000": 8, "2000": "all"}'):
         assert read_environment({"ACCELERATE_FP8_LAST_LAYERS": text}).values[PATH].value == VALUE
 
@@ -51,7 +51,7 @@ def test_a_flag_and_a_variable() -> None:
 @pytest.mark.parametrize("recipe", [None, "delayed", get("rowwise"), {"a": "rowwise", "*": get("delayed")}])
 def test_a_handler(given: Any, recipe: Any) -> None:
     handler = NativeRecipeKwargs(recipe=recipe, fp8_last_layers=given)
-    assert handler.layer().values[PATH].value == VALUE
+    assert handler.route_values().values[PATH].value == VALUE
     assert handler.fp8_last_layers == VALUE
 
 

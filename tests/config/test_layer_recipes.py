@@ -120,7 +120,7 @@ def test_recipe_is_not_reported_where_patterns_leave_it_nothing() -> None:
 def test_a_mapping_of_names_is_layer_recipes_that_leave_nothing_open() -> None:
     handler = NativeRecipeKwargs(recipe={"*.mlp.*": "Tensorwise", "layers.0": None}, pow2_scales=True)
     assert handler.layer_recipes == (*VALUE, "*=none")
-    assert handler.layer().values[PATH].value == handler.layer_recipes
+    assert handler.route_values().values[PATH].value == handler.layer_recipes
     assert handler.to_recipe().find("x.mlp.y")[1] == recipes.get("tensorwise", pow2_scales=True)
     assert handler.to_recipe().find("other") == ("*", None)
     assert handler.code_only() == []
@@ -131,7 +131,7 @@ def test_layer_recipes_are_a_list_or_a_mapping() -> None:
     for given in (list(VALUE), iter(VALUE), {"*.mlp.*": "tensorwise", "layers.0": None}, ",".join(VALUE)):
         handler = NativeRecipeKwargs(layer_recipes=given)
         assert handler.to_recipe() == recipe_of(effective(layer_recipes=VALUE))
-        assert handler.layer().values[PATH].value == VALUE
+        assert handler.route_values().values[PATH].value == VALUE
 
 
 def test_a_mapping_with_a_recipe_object_says_everything() -> None:
@@ -140,7 +140,7 @@ def test_a_mapping_with_a_recipe_object_says_everything() -> None:
     assert handler.to_recipe() == LayerRecipes(
         (("a", mine.replace(skip=("q", "b"))), ("*", recipes.get("tensorwise", skip=("b",))))
     )
-    values = handler.layer().values
+    values = handler.route_values().values
     assert values[PATH].value == ("a=mine", "*=tensorwise")
     assert values["fp8_config.skip"].value == ("b",)
     assert values["fp8_config.margin"].value is None
@@ -162,5 +162,5 @@ def test_errors_of_mappings() -> None:
 def test_a_mapping_that_is_set_later_counts() -> None:
     handler = NativeRecipeKwargs()
     handler.recipe = {"a": "delayed"}
-    assert handler.layer().values[PATH].value == ("a=delayed", "*=none")
+    assert handler.route_values().values[PATH].value == ("a=delayed", "*=none")
     assert json.dumps(handler.to_dict())

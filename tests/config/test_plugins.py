@@ -79,7 +79,7 @@ def test_pytorchs_objects_become_words() -> None:
         auto_wrap_policy=transformer_auto_wrap_policy,
         cpu_offload=CPUOffload(offload_params=True),
     )
-    assert {path.rpartition(".")[2]: value.value for path, value in plugin.layer().values.items()} == {
+    assert {path.rpartition(".")[2]: value.value for path, value in plugin.route_values().values.items()} == {
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "fsdp_backward_prefetch": "BACKWARD_POST",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -97,7 +97,7 @@ def test_objects_of_ones_own_are_kept_and_named() -> None:
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=policy, ignored_modules=modules, min_num_params=5)
     assert plugin.auto_wrap_policy is policy
     assert plugin.ignored_modules is modules
-    assert list(plugin.layer().values) == ["fsdp_config.fsdp_min_num_params"]
+    assert list(plugin.route_values().values) == ["fsdp_config.fsdp_min_num_params"]
     assert plugin.auto_wrap_policy is policy
     assert len(plugin.code_only()) == 2
 
@@ -109,7 +109,7 @@ def test_fsdp_variables(monkeypatch) -> None:
     plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
     assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, False)
     assert plugin.transformer_cls_names_to_wrap == ["Block"]
-    assert str(plugin.layer().values["fsdp_config.fsdp_version"].source) == "environment FSDP_VERSION"
+    assert str(plugin.route_values().values["fsdp_config.fsdp_version"].source) == "environment FSDP_VERSION"
     monkeypatch.setenv("FSDP_VERSION", "1")  # Accelerate's launcher exports version 2's word beside it
     assert FullyShardedDataParallelPlugin().reshard_after_forward is None
 
@@ -159,11 +159,11 @@ def test_deepspeed_defaults_and_levels(monkeypatch) -> None:
     plugin = DeepSpeedPlugin()
     assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.gradient_clipping) == (2, "auto", "auto")
     assert (plugin.enable_msamp, plugin.msamp_opt_level, plugin.zero3_init_flag) == (False, "O2", False)
-    assert plugin.layer().values == {}
+    assert plugin.route_values().values == {}
     assert DeepSpeedPlugin(zero_stage=3).zero3_init_flag is True
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
     assert DeepSpeedPlugin().enable_msamp is True
-    layer = DeepSpeedPlugin(enable_msamp=True, gradient_accumulation_steps="auto", zero_stage=1).layer()
+    layer = DeepSpeedPlugin(enable_msamp=True, gradient_accumulation_steps="auto", zero_stage=1).route_values()
     assert layer.values["fp8_config.opt_level"].value == "O2"
     assert "deepspeed_config.gradient_accumulation_steps" not in layer.values
     with pytest.raises(NotImplementedError, match="zero_stage 3; allowed with stages 0, 1, 2"):
@@ -175,9 +175,9 @@ def test_deepspeed_defaults_and_levels(monkeypatch) -> None:
 
 
 def test_deepspeeds_own_file() -> None:
-    assert DeepSpeedPlugin(hf_ds_config="ds.json").layer().values["deepspeed_config.deepspeed_config_file"]
+    assert DeepSpeedPlugin(hf_ds_config="ds.json").route_values().values["deepspeed_config.deepspeed_config_file"]
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
-    assert plugin.layer().values == {}
+    assert plugin.route_values().values == {}
     assert "DeepSpeedPlugin(hf_ds_config=)" in plugin.code_only()[0]
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from acceler8 import recipes
 from acceler8.config import (
-    Layer,
+    RouteValues,
     gather,
-    layer_from_code,
     merge,
     parse_flags,
     read_environment,
     read_yaml,
+    values_from_code,
     write_environment,
 )
 from acceler8.config.backend_choice import fp8_values
@@ -28,7 +28,7 @@ def _no_environment(monkeypatch, tmp_path) -> None:
 
 
 def flags(*words: str):
-    return parse_flags(words).layer
+    return parse_flags(words).route
 
 
 def test_a_variable_that_was_changed_since_the_launch_is_its_own_source():
@@ -68,7 +68,7 @@ def test_none_takes_back_what_a_lower_source_gave(tmp_path):
 
 
 def effective_layer(effective):
-    return Layer(values=dict(effective.values))
+    return RouteValues(values=dict(effective.values))
 
 
 def test_an_empty_variable_takes_nothing_back(tmp_path):
@@ -89,8 +89,8 @@ def test_the_variable_that_names_the_file_counts_for_launch_and_code(tmp_path, m
     assert load(None, environ)["fp8_config.margin"] == 1
     assert load(None, environ, tmp_path / "b.yaml")["fp8_config.margin"] == 2
     monkeypatch.setenv("ACCELER8_CONFIG_FILE", str(tmp_path / "a.yaml"))
-    assert gather(layer_from_code())["fp8_config.margin"] == 1
-    assert gather(layer_from_code(), tmp_path / "b.yaml")["fp8_config.margin"] == 2
+    assert gather(values_from_code())["fp8_config.margin"] == 1
+    assert gather(values_from_code(), tmp_path / "b.yaml")["fp8_config.margin"] == 2
 
 
 def test_a_file_named_in_code_wins_over_the_file_of_the_launcher(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_file_named_in_code_wins_over_the_file_of_the_launcher(tmp_path, monke
     (tmp_path / "code.yaml").write_text("fp8_config: {margin: 2}\n")
     for name, text in write_environment(load(None, {}, tmp_path / "launcher.yaml")).items():
         monkeypatch.setenv(name, text)
-    effective = gather(layer_from_code(), tmp_path / "code.yaml")
+    effective = gather(values_from_code(), tmp_path / "code.yaml")
     assert (effective["fp8_config.margin"], effective["fp8_config.interval"]) == (2, 5)
     assert str(effective.source("fp8_config.margin")) == f"yaml {tmp_path / 'code.yaml'}:1"
 
@@ -130,14 +130,14 @@ def test_a_setting_without_effect_says_so():
 @pytest.mark.parametrize(("word", "value"), [("0", False), ("off", False), ("on", True), ("no", False)])
 def test_a_bare_switch_takes_a_boolean_word(word, value):
     parsed = parse_flags(["--use_cpu", word, "train.py"])
-    assert parsed.layer.values["use_cpu"].value is value
+    assert parsed.route.values["use_cpu"].value is value
     assert parsed.rest == ["train.py"]
 
 
 def test_a_recipe_object_says_everything():
     mine = recipes.get("delayed", margin=3).replace(name="mine")
     below = read_environment({"ACCELERATE_FP8_OVERRIDE_WGRAD": "true", "ACCELERATE_FP8_INTERVAL": "9"})
-    effective = merge([below, layer_from_code(mixed_precision="fp8", recipe=mine)])
+    effective = merge([below, values_from_code(mixed_precision="fp8", recipe=mine)])
     assert effective["fp8_config.interval"] == 1
     assert effective["fp8_config.override_linear_precision"] in (None, (False, False, False))
 

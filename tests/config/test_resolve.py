@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from acceler8.config import Layer, Rank, merge, parse_flags, read_yaml
+from acceler8.config import Precedence, RouteValues, merge, parse_flags, read_yaml
 from acceler8.config.resolve import check, contradictions, load, parse_assignments
 from acceler8.errors import ConfigError
 
@@ -19,7 +19,7 @@ def test_flag_environment_yaml_default(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("fp8_config:\n  margin: 1\n  interval: 1\n  amax_history_len: 1\n")
     environ = {**home(tmp_path), "ACCELERATE_FP8_MARGIN": "2", "ACCELERATE_FP8_INTERVAL": "2"}
-    effective = load(parse_flags(["--fp8_margin=3"]).layer, environ, file)
+    effective = load(parse_flags(["--fp8_margin=3"]).route, environ, file)
     found = {key: effective[f"fp8_config.{key}"] for key in ("margin", "interval", "amax_history_len", "recipe")}
     assert found == {"margin": 3, "interval": 2, "amax_history_len": 1, "recipe": None}
     assert [str(effective.source(f"fp8_config.{key}")) for key in found] == [
@@ -46,7 +46,7 @@ def test_the_default_file_is_read_with_a_note_unless_another_is_named(tmp_path: 
 
 
 def test_no_file_is_no_error_and_a_missing_named_file_is(tmp_path: Path):
-    assert load(Layer(), home(tmp_path)).values == {}
+    assert load(RouteValues(), home(tmp_path)).values == {}
     with pytest.raises(ConfigError, match=r"none.yaml: cannot be read \(No such file"):
         load(None, home(tmp_path), tmp_path / "none.yaml")
 
@@ -61,7 +61,7 @@ def test_assignments():
         "fp8_config.fp8_format": "E4M3",
         "environment": {"NCCL_A": "b=c"},
     }
-    assert layer.values["fp8_config.margin"].source.rank is Rank.FLAG
+    assert layer.values["fp8_config.margin"].source.precedence is Precedence.FLAG
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from hypothesis import settings as examples
 from acceler8.config import (
     ENTRIES,
     Effective,
-    Layer,
-    Rank,
+    Precedence,
+    RouteValues,
     merge,
     parse_flags,
     read_environment,
@@ -27,38 +27,38 @@ from acceler8.config import (
 )
 from acceler8.config import handlers as handler_module
 from acceler8.config import plugins as plugin_module
-from acceler8.config.code import layer_from_code, sort_handlers, to_python
+from acceler8.config.code import sort_handlers, to_python, values_from_code
 from acceler8.config.files import write_file
 from acceler8.config.resolve import contradictions
 from acceler8.errors import ConfigError
 from tests.config.support import effective_of, settings
 
 
-def by_flags(effective: Effective, folder: Path) -> Layer:
+def by_flags(effective: Effective, folder: Path) -> RouteValues:
     parsed = parse_flags([*to_flags(effective), "train.py", "--margin"])
     assert parsed.rest == ["train.py", "--margin"]
-    return parsed.layer
+    return parsed.route
 
 
-def by_dashed_flags(effective: Effective, folder: Path) -> Layer:
+def by_dashed_flags(effective: Effective, folder: Path) -> RouteValues:
     words = []
     for word in to_flags(effective):
         name, _, value = word.partition("=")
         words.append(f"--{name[2:].replace('_', '-')}={value}")
-    return parse_flags(words).layer
+    return parse_flags(words).route
 
 
-def by_environment(effective: Effective, folder: Path) -> Layer:
+def by_environment(effective: Effective, folder: Path) -> RouteValues:
     return read_environment(write_environment(effective) | {"PATH": "/bin"})
 
 
-def by_yaml(effective: Effective, folder: Path) -> Layer:
+def by_yaml(effective: Effective, folder: Path) -> RouteValues:
     path = folder / "run.yaml"
     path.write_text(to_yaml(effective), encoding="utf-8")
     return read_yaml(path)
 
 
-def by_json(effective: Effective, folder: Path) -> Layer:
+def by_json(effective: Effective, folder: Path) -> RouteValues:
     write_file(folder / "run.json", effective)
     return read_yaml(folder / "run.json")
 
@@ -69,7 +69,7 @@ ROUTES = (by_flags, by_dashed_flags, by_environment, by_yaml, by_json)
 @pytest.mark.parametrize("route", ROUTES)
 @given(values=settings())
 @examples(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_a_route_writes_it_reads_back(route: Callable[..., Layer], tmp_path: Path, values: dict[str, Any]):
+def test_what_a_route_writes_it_reads_back(route: Callable[..., RouteValues], tmp_path: Path, values: dict[str, Any]):
     effective = effective_of(values)
     assert effective.given() == values
     back = merge([route(effective, tmp_path)])
@@ -86,12 +86,12 @@ def test_any_chain_of_routes_keeps_the_values(tmp_path: Path, values: dict[str, 
     assert effective.given() == values
 
 
-def by_python(source: str) -> Layer:
+def by_python(source: str) -> RouteValues:
     """What the script says to ``Accelerator``, without making one."""
-    heard: list[Layer] = []
+    heard: list[RouteValues] = []
 
     def accelerator(kwargs_handlers: Any = None, **arguments: Any) -> None:
-        heard.append(layer_from_code(handlers=sort_handlers(kwargs_handlers), **arguments))
+        heard.append(values_from_code(handlers=sort_handlers(kwargs_handlers), **arguments))
 
     names = {**vars(handler_module), **vars(plugin_module), "Accelerator": accelerator}
     exec(re.sub(r"^from .*$", "", source, flags=re.MULTILINE), names)
@@ -118,7 +118,7 @@ def test_python_says_the_same_or_names_what_it_leaves_out(values: dict[str, Any]
     if refusal:
         assert list(contradictions(effective)), f"code refuses what check takes: {refusal}"
         return
-    said = {path: value.value for path, value in heard.values.items() if value.source.rank is Rank.CODE}
+    said = {path: value.value for path, value in heard.values.items() if value.source.precedence is Precedence.CODE}
     if values.get("deepspeed_config.zero_stage") != 3:
         left_out.add(ZERO3_INIT)
     expected = {path: value for path, value in values.items() if path not in left_out}
@@ -133,19 +133,19 @@ def test_flag_before_environment_before_yaml(
     tmp_path: Path, low: dict[str, Any], middle: dict[str, Any], high: dict[str, Any]
 ):
     layers = [
-        parse_flags(to_flags(effective_of(high))).layer,
+        parse_flags(to_flags(effective_of(high))).route,
         by_yaml(effective_of(low), tmp_path),
         read_environment({k: v for k, v in write_environment(effective_of(middle)).items() if "SOURCES" not in k}),
     ]
     merged = merge(layers)
     assert merged.given() == {path: (low | middle | high)[path] for path in ENTRIES if path in low | middle | high}
     for path in merged.values:
-        won = Rank.FLAG if path in high else Rank.ENVIRONMENT if path in middle else Rank.YAML
-        assert merged.source(path).rank is won
+        won = Precedence.FLAG if path in high else Precedence.ENVIRONMENT if path in middle else Precedence.YAML
+        assert merged.source(path).precedence is won
 
 
 @given(values=settings())
 @examples(max_examples=30, deadline=None)
 def test_a_worker_still_knows_who_won(values: dict[str, Any]):
-    effective = effective_of(values, Rank.YAML)
+    effective = effective_of(values, Precedence.YAML)
     assert read_environment(write_environment(effective)).values == dict(effective.values)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from acceler8.config import ENTRIES, Effective, Rank
+from acceler8.config import ENTRIES, Effective, Precedence
 from acceler8.config.resolve import check, parse_assignments
 from acceler8.config.wizard import DefaultAnswers, Wizard
 
@@ -246,7 +246,7 @@ def test_what_is_known_is_not_asked_and_wins():
     asked = {"Which type of machine?", "Use FSDP?", "Which precision?", "Which FP8 backend?", "How many processes"}
     assert not asked & set(prompter.asked)
     assert effective["fp8_config.margin"] == 3
-    assert effective.source("fp8_config.margin").rank is Rank.FLAG
+    assert effective.source("fp8_config.margin").precedence is Precedence.FLAG
     assert effective["fsdp_config.fsdp_version"] == 2
 
 

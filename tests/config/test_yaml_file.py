@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from acceler8.config import Layer, merge, read_yaml
+from acceler8.config import RouteValues, merge, read_yaml
 from acceler8.config.resolve import check
 from acceler8.errors import ConfigError
 from tests.config.support import refusal
@@ -37,7 +37,7 @@ use_cpu: false
 """
 
 
-def read(text: str, folder: Path, name: str = "run.yaml") -> Layer:
+def read(text: str, folder: Path, name: str = "run.yaml") -> RouteValues:
     (folder / name).write_bytes(text.encode())
     return read_yaml(folder / name)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from acceler8 import recipes
-from acceler8.errors import DtypeError, ShapeError
+from acceler8.errors import DtypeError, RecipeError, ShapeError
 from acceler8.formats import E4M3, E5M2
 from acceler8.functional import linear
 from acceler8.kernels import has_hardware_matmul
@@ -248,7 +248,7 @@ def test_wrong_input_is_said_in_words():
         linear(data.x.double(), data.w, recipe=recipe)
     with pytest.raises(DtypeError, match=r"x in torch\.bfloat16 and weight in torch\.float32.*x\.to\(weight"):
         linear(data.x.bfloat16(), data.w, recipe=recipe)
-    with pytest.raises(ShapeError, match="'delayed' needs amax slots"):
+    with pytest.raises(RecipeError, match="'delayed' needs amax slots"):
         linear(data.x, data.w, recipe=recipes.get("delayed"))
 
 

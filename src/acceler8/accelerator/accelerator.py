@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,25 +31,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from acceler8 import backends
+from acceler8.accelerator.accumulation import Accumulation, make_gradient_state, make_loader_config
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
-from acceler8.accelerator.facts import Facts
 from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
-from acceler8.accelerator.loops import Loops, make_gradient_state, make_loader_config
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.precision import PRECISIONS, unwrap_forward
 from acceler8.accelerator.prepare_one import PrepareOne
 from acceler8.accelerator.processes import join_processes
+from acceler8.accelerator.properties import Properties
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
 from acceler8.accelerator.surface import Surface, refuse_arguments
 from acceler8.accelerator.tracking import Tracking
+from acceler8.accelerator.unwrap import plain_model
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
 from acceler8.config import resolve as configuration
 from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
-from acceler8.config.code import gather, layer_from_code, sort_handlers
+from acceler8.config.code import gather, sort_handlers, values_from_code
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
 from acceler8.config.handlers import KwargsHandler, recipe_object, recipe_values
@@ -65,7 +65,7 @@ from acceler8.config.run_handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from acceler8.config.sources import DEFAULT, NOT_FP8, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, NOT_FP8, Precedence, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
@@ -76,11 +76,12 @@ from acceler8.recipes import names as recipe_names
 from acceler8.recipes.layers import resolve_layers
 from acceler8.scaling import StepClock
 
+_T = TypeVar("_T")
 _log = logging.getLogger("acceler8")
 _HANDLERS: dict[type[KwargsHandler], str] = {**HANDLERS, ProfileKwargs: "profile_handler"}
 
 
-class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Checkpoints):
+class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Collectives, Checkpoints):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
     An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
@@ -182,7 +183,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         self.init_handler: InitProcessGroupKwargs | None = others.get("init_handler")
         self.autocast_handler: AutocastKwargs | None = others.get("autocast_handler")
         self.fsdp_plugin, self.deepspeed_plugin, self.dynamo_plugin = fsdp_plugin, deepspeed_plugin, dynamo_plugin
-        code = layer_from_code(
+        code = values_from_code(
             mixed_precision=mixed_precision,
             cpu=cpu,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -220,7 +221,6 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             device=self.device if device_placement else None,
             rng_types=rng_types,
         )
-        self._loaders: weakref.WeakSet[AcceleratedLoader] = weakref.WeakSet()
         self._start_checkpoints(project_dir, project_config, deterministic)
         self._start_tracking(log_with)
         self._start_surface(output_dtype, others.get("profile_handler"))
@@ -292,7 +292,6 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         for obj in objects:
             with self._placement(places.get(id(obj))):
                 prepared.append(wrapped[id(obj)] if id(obj) in wrapped else self._prepare_one(obj))
-        self._remember_prepared(prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _refuse_what_cannot_run(self, obj: Any) -> None:
@@ -337,30 +336,38 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         return model
 
     def _prepare_one(self, obj: Any) -> Any:
-        if isinstance(obj, AcceleratedOptimizer | AcceleratedScheduler | AcceleratedLoader):
+        if isinstance(obj, AcceleratedScheduler | AcceleratedLoader):  # of another Accelerator, or skip_first_batches
+            known: list[Any] = self._schedulers if isinstance(obj, AcceleratedScheduler) else self._dataloaders
+            return _remembered(obj, known)
+        if isinstance(obj, AcceleratedOptimizer):
             return obj
         if isinstance(obj, Optimizer):
-            for known in self._optimizers:
-                if known.optimizer is obj:
-                    return known
+            for optimizer in self._optimizers:
+                if optimizer.optimizer is obj:
+                    return optimizer
             _move_state(obj)
             number = len(self._optimizers)
             self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler, number))
             self._take_over_attachments()
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
-            return AcceleratedScheduler(
-                obj,
-                self.gradients,
-                self._optimizers,
-                moves=1 if self.split_batches else self.num_processes,
-                with_optimizer=self.step_scheduler_with_optimizer,
-            )
+            known_schedule = next((one for one in self._schedulers if one.scheduler is obj), None)
+            return known_schedule or _remembered(self._wrap_scheduler(obj), self._schedulers)
         if isinstance(obj, DataLoader):
-            loader = prepare_loader(obj, self._loader_context)
-            self._loaders.add(loader)
-            return loader
+            for loader in self._dataloaders:
+                if obj is loader.given or obj is loader.loader:
+                    return loader
+            return _remembered(prepare_loader(obj, self._loader_context), self._dataloaders)
         return obj
+
+    def _wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        return AcceleratedScheduler(
+            scheduler,
+            self.gradients,
+            self._optimizers,
+            moves=1 if self.split_batches else self.num_processes,
+            with_optimizer=self.step_scheduler_with_optimizer,
+        )
 
     def _take_over_attachments(self) -> None:
         """A prepared optimizer marks step boundaries itself; hooked by ``attach`` too it would mark each twice."""
@@ -414,14 +421,6 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
                 for c in codes:
                     c.close() if self.gradients.sync_gradients else c.pause()
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the global norm of gradients (unscaled first, under FP16); returns the norm before clipping."""
-        parameters = list(parameters)
-        for optimizer in self._optimizers:
-            if self.gradients.sync_gradients:
-                optimizer.unscale()
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
-
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -430,12 +429,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         ``keep_fp32_wrapper=False`` also takes autocast off its forward, for use after training;
         ``keep_torch_compile=False`` what ``torch.compile`` put around it.
         """
-        plain = self.strategy.unwrap(model)
-        if not keep_torch_compile and isinstance(compiled := getattr(plain, "_orig_mod", None), nn.Module):
-            plain = self.strategy.unwrap(compiled)
+        plain = plain_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
             unwrap_forward(plain)
-            self._models = [known for known in self._models if self.strategy.unwrap(known) is not plain]
+            self._models = [known for known in self._models if plain_model(known) is not plain_model(plain)]
         return plain
 
     def fp8_report(self) -> Fp8Report:
@@ -463,7 +460,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
             )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:
-            own = Source(Rank.DEFAULT, f"of recipe {self.recipe.name}")
+            own = Source(Precedence.DEFAULT, f"of recipe {self.recipe.name}")
             named = recipe_named(self.recipe.name) if self.recipe.name in recipe_names() else self.recipe
             values["fp8_config.fp8_format"] = Value(recipe_values(named)[0]["fp8_format"], own)
         return values
@@ -477,6 +474,13 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         """``print`` in the main process only."""
         if self.is_main_process:
             print(*args, **kwargs)
+
+
+def _remembered(prepared: _T, known: list[_T]) -> _T:
+    """``prepared``, noted for checkpoints."""
+    if not any(prepared is one for one in known):
+        known.append(prepared)
+    return prepared
 
 
 def _move_state(optimizer: Optimizer) -> None:

@@ -10,14 +10,13 @@ import logging
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from acceler8.accelerator.gradients import GradientState
@@ -26,6 +25,7 @@ from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.processes import Processes
 from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.accelerator.unwrap import plain_model
 from acceler8.checkpoint.export import export_model, replace_file
 from acceler8.checkpoint.folder import building_path, named_folder, target_folder, whole_folder
 from acceler8.checkpoint.load import load
@@ -72,17 +72,6 @@ class Checkpoints:
         self._load_hooks: dict[int, Callable[..., None]] = OrderedDict()
         if deterministic:
             _make_deterministic(self.processes.device, current_environment())
-
-    def _remember_prepared(self, objects: Iterable[Any]) -> None:
-        """Note what ``prepare`` returned: schedulers and loaders belong to a checkpoint."""
-        for obj in objects:
-            known: list[Any] | None = None
-            if isinstance(obj, AcceleratedScheduler):
-                known = self._schedulers
-            elif isinstance(obj, AcceleratedLoader):
-                known = self._dataloaders
-            if known is not None and not any(obj is one for one in known):
-                known.append(obj)
 
     @property
     def project_dir(self) -> str | None:
@@ -164,11 +153,11 @@ class Checkpoints:
             newest = self._group.agree(lambda: newest_whole(config.checkpoints()))
             input_dir = config.checkpoints() / f"checkpoint_{newest}"
         folder = named_folder(input_dir, "load_state: input_dir")
-        models = [self._plain(model) for model in self._models]
+        models = [plain_model(model) for model in self._models]
         resume = self._group.run(lambda: self._open(folder, strict, force))
         left = list(self._models)
         self._group.run(lambda: self._run_hooks(self._load_hooks, left, str(resume.checkpoint.folder)))
-        kept = {id(self._plain(model)) for model in left}
+        kept = {id(plain_model(model)) for model in left}
         wanted = [i for i, model in enumerate(models) if id(model) in kept]
         try:
             self._group.run(lambda: resume.attempt(wanted))
@@ -217,7 +206,7 @@ class Checkpoints:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state_dict in high precision; with ``unwrap`` under the plain model's names."""
-        state: dict[str, Any] = (self._plain(model) if unwrap else model).state_dict()
+        state: dict[str, Any] = (plain_model(model) if unwrap else model).state_dict()
         return state
 
     def save_model(
@@ -237,8 +226,8 @@ class Checkpoints:
         _refuse_pickle(safe_serialization)
         state = self.get_state_dict(model)
         if not force:
-            check_finite(self._plain(model), state, type(model).__qualname__, "pass force=True to save it all the same")
-        aliases = getattr(self._plain(model), "_tied_weights_keys", None)
+            check_finite(plain_model(model), state, type(model).__qualname__, "pass force=True to save it all the same")
+        aliases = getattr(plain_model(model), "_tied_weights_keys", None)
         folder = named_folder(save_directory, "save_model: save_directory")
         self._group.run(lambda: export_model(folder, state, aliases, max_shard_size) if self._is_writer else None)
 
@@ -308,7 +297,7 @@ class Checkpoints:
 
     def _training(self) -> Training:
         return Training(
-            models=[self._plain(model) for model in self._models],
+            models=[plain_model(model) for model in self._models],
             optimizers=self._optimizers,
             schedulers=self._schedulers,
             loaders=self._dataloaders,
@@ -325,12 +314,6 @@ class Checkpoints:
     def _configured(self) -> dict[str, Any]:
         report = self.fp8_report()  # type: ignore[attr-defined]
         return {path: value.value for path, value in report.values.items()}
-
-    def _plain(self, model: nn.Module) -> nn.Module:
-        """The model behind DDP and torch.compile."""
-        while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-        return model
 
     @property
     def _is_writer(self) -> bool:

@@ -49,11 +49,6 @@ class GradientState:
         return bool(self._loaders) and self._loaders[0].is_last
 
     @property
-    def in_dataloader(self) -> bool:
-        """True while a prepared loader runs."""
-        return bool(self._loaders)
-
-    @property
     def innermost(self) -> LoaderPlace | None:
         """Where the loader stands whose batch is used now."""
         return self._loaders[-1] if self._loaders else None

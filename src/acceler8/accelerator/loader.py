@@ -64,9 +64,9 @@ class LoaderContext:
 class AcceleratedLoader:
     """Wraps a StatefulDataLoader; reads one batch ahead, so that the last batch is known while it is used.
 
-    batches: who divides the indices; None for a dataset that is a stream. reader: divides what rank 0 reads.
-    shared: a generator that becomes rank 0's when an epoch begins. ``iteration`` is the epoch, from 0; a complete pass
-    moves on to the next.
+    batches: who divides the indices; None for a dataset that is a stream. reader: divides what rank 0 reads. given: the
+    script's own loader. shared: a generator that becomes rank 0's when an epoch begins. ``iteration`` is the epoch,
+    from 0; a complete pass moves on to the next.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class AcceleratedLoader:
         reader: Reader | None = None,
         drop_last: bool = False,
         shared: torch.Generator | None = None,
+        given: DataLoader[Any] | None = None,
     ) -> None:
+        self.given = loader if given is None else given
         self.loader, self.context, self.batches, self.reader = loader, context, batches, reader
         self.device, self.gradients = context.device, context.gradients
         self.iteration, self.skip, self._skipped = 0, 0, 0
@@ -290,7 +292,7 @@ class AcceleratedLoader:
         A place in the middle of another loader's epoch is none here: the epoch starts from its beginning.
         """
         saved, now = state.get("of"), self._facts()
-        if state["loader"] is None or not isinstance(saved, dict):  # the first versions noted nothing
+        if state["loader"] is None or not isinstance(saved, dict):  # between epochs, or not of ours
             return state, ""
         other = [name for name in now if name in saved and saved[name] != now[name]]
         if not other:
@@ -452,7 +454,13 @@ def prepare_loader(loader: DataLoader[Any], context: LoaderContext) -> Accelerat
             check_split(loader.batch_size if batches is None else batches.batch_size, count)
         reader = Reader(processes, split=config.split_batches, drop_last=drop_last)
     return AcceleratedLoader(
-        _stateful(loader, dataset, batches), context, batches=batches, reader=reader, drop_last=drop_last, shared=shared
+        _stateful(loader, dataset, batches),
+        context,
+        batches=batches,
+        reader=reader,
+        drop_last=drop_last,
+        shared=shared,
+        given=loader,
     )
 
 

@@ -114,6 +114,14 @@ class LossScaler:
             known.leave()
             self._scaler._per_optimizer_states.pop(id(optimizer), None)
 
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """True if gradients of this optimizer were unscaled and neither stepped on nor cleared since."""
+        return id(optimizer) in self._unscaled
+
+    def current_scale(self) -> float:
+        """What gradients that were not unscaled are multiplied by. Synchronises."""
+        return float(self._scaler.get_scale())
+
     def _found(self, optimizer: Optimizer) -> list[Tensor]:
         return list(self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from acceler8.accelerator.gradients import GradientState
 from acceler8.accelerator.loss_scaler import LossScaler
-from acceler8.errors import RecipeError
+from acceler8.errors import ConfigError
 from acceler8.scaling import StepClock
 
 
@@ -67,7 +67,7 @@ class AcceleratedOptimizer(Optimizer):
             out = self.optimizer.step(closure)
             self.step_was_skipped = False
         elif closure is not None:
-            raise RecipeError(
+            raise ConfigError(
                 "optimizer.step got a closure under fp16, whose loss scaler cannot call it; use bf16 or fp8"
             )
         else:

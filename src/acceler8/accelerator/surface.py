@@ -6,7 +6,6 @@ Which members there are, and what takes the place of those that are not, is the 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
+from acceler8.parallel import Strategy
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.scaling import StepClock
 
@@ -73,12 +73,12 @@ class Surface:
     dataloader_config: DataLoaderConfiguration
     profile_handler: ProfileKwargs | None
     output_dtype: str
+    strategy: Strategy
     _fp8_backend: FP8BackendType
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[Any]
     _dataloaders: list[AcceleratedLoader]
-    _loaders: weakref.WeakSet[AcceleratedLoader]
     _loader_context: LoaderContext
     _native_amp: bool = True
 
@@ -242,16 +242,28 @@ class Surface:
                 raise ConfigError(f"unscale_gradients got a {type(one).__name__} that was not prepared; prepare it")
             known[0].unscale()
 
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip each gradient element to ±``clip_value`` (unscaled first, under FP16), where a step completes.
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the global norm of gradients to ``max_norm``; returns the norm before clipping, also under FP16.
 
-        Under FP16 it does nothing inside an accumulation window, whose gradients are still scaled.
+        Inside an accumulation window it clips what has added up so far, in every precision alike: FP16's gradients stay
+        scaled there, for more are added, and are compared with ``max_norm`` times the scale.
         """
-        if self.scaler is not None:
-            if not self.gradients.sync_gradients:
-                return
+        scale = self._gradient_scale()
+        return self.strategy.clip_grad_norm(list(parameters), max_norm * scale, norm_type) / scale
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient element to ±``clip_value``; under FP16 and inside a window as ``clip_grad_norm_``."""
+        nn.utils.clip_grad_value_(parameters, clip_value * self._gradient_scale())
+
+    def _gradient_scale(self) -> float:
+        """What gradients are multiplied by: 1 but in the middle of an FP16 window; where it ends they are unscaled."""
+        if self.scaler is None:
+            return 1.0
+        asked = [one.optimizer for one in self._optimizers]
+        if self.gradients.sync_gradients or any(map(self.scaler.is_unscaled, asked)):
             self.unscale_gradients()
-        nn.utils.clip_grad_value_(parameters, clip_value)
+            return 1.0
+        return self.scaler.current_scale()
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
@@ -279,7 +291,6 @@ class Surface:
         del objects
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
-        self._loaders.clear()
         clock, self.clock = self.clock, StepClock()  # a clock holds those that it calls
         self.clock.ticks = clock.ticks
         self.gradients.micro_batch, self.gradients.sync_gradients = 0, True

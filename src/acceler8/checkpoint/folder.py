@@ -29,6 +29,8 @@ except ImportError:  # Windows
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 MANIFEST = "checkpoint.json"
 """The file that makes a folder a checkpoint; written last."""
+LEAVING = ".leaving"
+"""How the name of a folder ends while it is removed."""
 
 
 def named_folder(name: object, argument: str) -> Path:
@@ -165,7 +167,7 @@ def _sync_tree(folder: Path, owned: Container[str]) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove ``folder`` so that a death on the way leaves nothing under its name that looks whole, or is half."""
-    leaving = folder.with_name(f".{folder.name}.leaving")
+    leaving = folder.with_name(f".{folder.name}{LEAVING}")
     if leaving.is_dir():
         shutil.rmtree(leaving)
     folder.rename(leaving)

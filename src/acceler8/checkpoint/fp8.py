@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from acceler8.errors import CheckpointError
 from acceler8.nn import fp8_state_dict, load_fp8_state_dict
 from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
-from acceler8.recipes.layers import recipe_from_dict
 from acceler8.scaling.delayed import IN_USE, STAGING
 
 _STEPS = "steps"
@@ -51,7 +50,6 @@ def fit_fp8(
     """
     for name, tensor in saved.items():
         _check(name, tensor, where)
-    saved_parts = [{**part, "recipe": _as_now(part["recipe"])} for part in saved_parts]
     actions: list[Callable[[], None]] = []
     reset = _changes(saved_parts, describe(model), where)
     unused = {name for name in saved if name.rpartition(".")[2] != _STEPS}
@@ -102,14 +100,6 @@ def _loading(part: nn.Module, state: dict[str, Tensor]) -> Callable[[], None]:
     return lambda: load_fp8_state_dict(part, state)
 
 
-def _as_now(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A saved recipe with the fields that it has now: one of an earlier version lacks the later ones."""
-    try:
-        return recipe_from_dict(recipe).to_dict()
-    except (ValueError, TypeError, AttributeError):  # of a version to come, or damaged: said as it is
-        return recipe
-
-
 def _describes(saved: dict[str, Any], state: ModelState, path: str) -> bool:
     """True if a saved part is what stands at ``path`` now."""
     layers = [_join(path, layer) for layer in state.plan.fp8_names]
@@ -143,7 +133,7 @@ def _changes(saved: list[dict[str, Any]], now: list[dict[str, Any]], where: str)
     lines = []
     for key in ("recipe", "backend", "fp8_steps", "fp8_last_layers"):
         before, after = ([part.get(key) for part in parts] for parts in (saved, now))
-        if before == after or None in before:  # an earlier version wrote no schedule
+        if before == after:
             continue
         was, has = _names(before), _names(after)
         own = f" with other settings{_settings_said(before, after)}" if was == has else ""

@@ -13,6 +13,7 @@ import torch
 
 from acceler8 import __version__
 from acceler8.checkpoint.folder import MANIFEST, sync_file
+from acceler8.checkpoint.foreign import describe_foreign
 from acceler8.errors import CheckpointError
 
 FORMAT = "acceler8-checkpoint"
@@ -157,6 +158,8 @@ def file_sha256(path: Path) -> str:
 def _read_content(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
+        if foreign := describe_foreign(folder):
+            raise CheckpointError(f"{folder} is not a checkpoint of acceler8 (it has no {MANIFEST}): {foreign}")
         state = (
             "is a folder without one" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         )

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from acceler8.checkpoint.folder import remove_folder
+from acceler8.checkpoint.folder import LEAVING, remove_folder
 from acceler8.checkpoint.load import load
 from acceler8.errors import CheckpointError, ConfigError
 
@@ -63,31 +63,66 @@ def numbered(folder: Path) -> dict[int, Path]:
 def newest_whole(folder: Path) -> int:
     """The highest N whose checkpoint is whole, hashes included; a warning for each newer one that is not.
 
+    What a killed run left half-removed is named and stays: nothing is deleted before a new checkpoint is whole.
     Raises: CheckpointError if there is none.
     """
+    left = half_removed(folder)
     for number, path in reversed(numbered(folder).items()):
         try:
             load(path).verify()
         except CheckpointError as error:
             _log.warning("skipping %s, which is not whole: %s", path.name, error)
             continue
+        if left:
+            _log.warning(
+                "%s: a run that was killed had begun to remove %s; the next save with a total_limit does, or delete it",
+                folder,
+                ", ".join(path.name for path in left),
+            )
         return number
+    if rest := next((path for path in reversed(left) if _is_whole(path)), None):
+        name = rest.name.removeprefix(".").removesuffix(LEAVING)
+        raise CheckpointError(
+            f"{folder} holds no whole checkpoint_N, but {rest.name}, which was about to be removed and is still whole;"
+            f" rename it to {name} to resume from it, or name a folder: load_state(folder)"
+        )
     raise CheckpointError(f"{folder} holds no whole checkpoint_N; save one first, or name a folder: load_state(folder)")
+
+
+def half_removed(folder: Path) -> list[Path]:
+    """What a run that was killed while it removed old checkpoints left, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = {}
+    for path in folder.glob(f".checkpoint_*{LEAVING}"):
+        if match := _NAME.fullmatch(path.name.removeprefix(".").removesuffix(LEAVING)):
+            found[int(match[1])] = path
+    return [path for _, path in sorted(found.items())]
 
 
 def drop_oldest(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
     """Remove whole checkpoints until ``keep`` are left; what is no checkpoint stays. Returns those removed.
 
-    ``written`` is the newest whatever its number, and stays.
+    ``written`` is the newest whatever its number, and stays. What a killed run left half-removed goes too, if a
+    checkpoint stays.
     """
-    for half_removed in folder.glob(".checkpoint_*.leaving"):
-        shutil.rmtree(half_removed)
     whole = [path for path in numbered(folder).values() if path.is_dir() and _has_all_files(path)]
+    if whole:
+        for path in half_removed(folder):
+            shutil.rmtree(path)
     oldest_first = [path for path in whole if path != written] + [path for path in whole if path == written]
     leaving = oldest_first[:-keep]
     for path in leaving:
         remove_folder(path)
     return leaving
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        load(path).verify()
+    except CheckpointError:
+        return False
+    return True
 
 
 def _has_all_files(path: Path) -> bool:

@@ -9,8 +9,7 @@ from acceler8.checkpoint.training import STATE, STATE_VERSION
 from acceler8.errors import CheckpointError
 
 _LARGEST = 2**53
-_FIRST_PART = {"path": str, "recipe": dict, "backend": str, "layers": [str]}  # of format_version 1
-_PART = {**_FIRST_PART, "fp8_steps": str, "fp8_last_layers": str}
+_PART = {"path": str, "recipe": dict, "backend": str, "layers": [str], "fp8_steps": str, "fp8_last_layers": str}
 _MODEL = {"type": str, "tied": (str,), "fp8": [_PART], "histories": dict}
 _SHAPE: dict[str, Any] = {
     "format_version": int,
@@ -46,10 +45,7 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.folder / STATE} has format_version {version}, this acceler8 reads up to {STATE_VERSION}; it"
             f" was written by acceler8 {checkpoint.versions['acceler8']}: install that or a newer one"
         )
-    if type(version) is int and version < 3:  # the first formats did not note which optimizers had stepped
-        state.setdefault("stepped", [])
-    models = [{**_MODEL, "fp8": [_FIRST_PART if version == 1 else _PART]}]
-    if wrong := _wrong(state, {**_SHAPE, "models": models}, ""):
+    if wrong := _wrong(state, _SHAPE, ""):
         raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")
     if wrong := _contradiction(state):
         raise CheckpointError(f"{checkpoint.folder / STATE} is damaged: {wrong}; use another checkpoint")

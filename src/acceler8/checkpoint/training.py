@@ -32,7 +32,7 @@ from acceler8.checkpoint.tree import encode
 from acceler8.errors import CheckpointError
 from acceler8.scaling import StepClock
 
-STATE_VERSION = 3
+STATE_VERSION = 1
 """Of ``acceler8_state.json``; raised when an older reader could misread it."""
 STATE = "acceler8_state.json"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from acceler8.config import Effective, Layer
+    from acceler8.config import Effective, RouteValues
     from acceler8.config.wizard import Prompter
 
 app = typer.Typer(name="config", no_args_is_help=False, rich_markup_mode="markdown")
@@ -74,16 +74,16 @@ def default(
     yes: Yes = False,
 ) -> None:
     """Write a basic file for this machine: its GPUs or its CPU, and a precision."""
-    from acceler8.config import Layer, Rank, Source, merge
+    from acceler8.config import Precedence, RouteValues, Source, merge
 
-    layer = Layer()
+    route = RouteValues()
     gpus = _gpu_count()
-    machine = Source(Rank.YAML, "this machine")
-    layer.put("distributed_type", "MULTI_GPU" if gpus > 1 else "NO", machine)
-    layer.put("num_processes", max(1, gpus), machine)
-    layer.put("use_cpu", gpus == 0, machine)
-    layer.put("mixed_precision", mixed_precision, Source(Rank.FLAG, "--mixed_precision"))
-    _write(config_file or _default_path(), merge([layer]), is_sure=yes)
+    machine = Source(Precedence.YAML, "this machine")
+    route.put("distributed_type", "MULTI_GPU" if gpus > 1 else "NO", machine)
+    route.put("num_processes", max(1, gpus), machine)
+    route.put("use_cpu", gpus == 0, machine)
+    route.put("mixed_precision", mixed_precision, Source(Precedence.FLAG, "--mixed_precision"))
+    _write(config_file or _default_path(), merge([route]), is_sure=yes)
 
 
 @app.command(context_settings=_ANY)
@@ -100,7 +100,7 @@ def show(
 
     parsed = parse_flags(ctx.args)
     _refuse_words(parsed.rest)
-    effective = load(parsed.layer, current_environment(), config_file)
+    effective = load(parsed.route, current_environment(), config_file)
     said = notes(effective)
     if json:
         import json as encoder
@@ -163,12 +163,12 @@ def convert(
         raise ConfigError(f"--from: got {source!r}; allowed: env, flags; or name a FILE instead")
     if len(files) != (source is None):
         raise ConfigError(f"convert: got {files or 'no file'}; allowed: one FILE, or --from env or --from flags")
-    layers: list[Layer] = [parsed.layer]
+    routes: list[RouteValues] = [parsed.route]
     if source == "env":
-        layers.insert(0, read_environment(current_environment()))
+        routes.insert(0, read_environment(current_environment()))
     elif source is None:
-        layers.insert(0, read_yaml(files[0]))
-    effective = merge(layers)
+        routes.insert(0, read_yaml(files[0]))
+    effective = merge(routes)
     text, unexpressed = _written(to, effective)
     _say_notes(notes(effective))
     for line in unexpressed:
@@ -217,7 +217,7 @@ def _read(file: Path) -> Effective:
     return merge([read_yaml(file)])
 
 
-def _without_questions(path: Path, known: Layer, is_default: bool, from_accelerate: Path | None) -> Effective:
+def _without_questions(path: Path, known: RouteValues, is_default: bool, from_accelerate: Path | None) -> Effective:
     """From a file of Accelerate; or the file that is there, changed; or the wizard's defaults."""
     from acceler8.config import merge
     from acceler8.config.wizard import DefaultAnswers, Wizard
@@ -266,7 +266,7 @@ def _prompter() -> Prompter:
 
 def _missing(backend: str) -> list[str]:
     """What this machine lacks for a backend: its library, and a GPU with FP8."""
-    from acceler8.config import Layer, Rank, Source, availability, backend_choice, merge
+    from acceler8.config import Precedence, RouteValues, Source, availability, backend_choice, merge
 
     lines = []
     is_installed = availability.is_backend_available(backend)
@@ -274,10 +274,10 @@ def _missing(backend: str) -> list[str]:
         lines.append(f"{backend} is not installed here; {availability.INSTALL[backend]}")
     if not availability.check_cuda_fp8_capability():
         lines.append("there is no GPU with FP8 here (compute capability 8.9 or newer); FP8 would be emulated, slowly")
-    layer = Layer()
-    layer.put("fp8_config.backend", backend, Source(Rank.FLAG, "answer"))
-    layer.put("mixed_precision", "fp8", Source(Rank.FLAG, "answer"))
-    limits = backend_choice.cannot_run(merge([layer]))
+    route = RouteValues()
+    route.put("fp8_config.backend", backend, Source(Precedence.FLAG, "answer"))
+    route.put("mixed_precision", "fp8", Source(Precedence.FLAG, "answer"))
+    limits = backend_choice.cannot_run(merge([route]))
     return [*lines, *(limit.removeprefix("flag answer: ") for limit in limits)]
 
 

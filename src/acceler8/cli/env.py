@@ -23,7 +23,7 @@ _PACKAGES = (
         "accelerate",
         "peft",
     ),
-    *("lightning", "torchdata", "numpy", "safetensors", "pydantic", "typer", "rich", "PyYAML"),
+    *("lightning", "torchdata", "numpy", "safetensors", "typer", "rich", "PyYAML"),
 )
 _SHOWN = re.compile(
     r"^(ACCELERATE|ACCELER8|FSDP|NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|HF|TRANSFORMERS|TRITON)_|^(RANK|WORLD_SIZE)$"

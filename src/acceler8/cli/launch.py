@@ -51,13 +51,13 @@ def launch(ctx: typer.Context) -> None:
     if others.get("help"):
         from acceler8.cli.launch_help import print_help
 
-        print_help(SWITCHES, OPTIONS, parsed.layer)
+        print_help(SWITCHES, OPTIONS, parsed.route)
         return
     from acceler8.config.resolve import load, notes
 
     environ = current_environment()
     file = others.get("config_file")
-    effective = load(parsed.layer, environ, Path(str(file)) if file else None)
+    effective = load(parsed.route, environ, Path(str(file)) if file else None)
     said = [*notes(effective), *_machine_notes(effective)]
     if not others.get("quiet"):
         for note in said:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from acceler8.config import ENTRIES, Layer
+from acceler8.config import ENTRIES, RouteValues
 from acceler8.config.registry import Entry
 
 _TITLES = {
@@ -20,9 +20,9 @@ _TITLES = {
 }
 
 
-def print_help(switches: Mapping[str, str], options: Mapping[str, str], layer: Layer) -> None:
-    """Print usage and flags; with a backend among the flags of ``layer`` only that backend's FP8 flags."""
-    asked = layer.values.get("fp8_config.backend")
+def print_help(switches: Mapping[str, str], options: Mapping[str, str], route: RouteValues) -> None:
+    """Print usage and flags; with a backend among the flags of ``route`` only that backend's FP8 flags."""
+    asked = route.values.get("fp8_config.backend")
     backend = None if asked is None or asked.value == "NO" else str(asked.value)
     console = Console(soft_wrap=False, highlight=False)
     console.print("Usage: acceler8 launch [FLAGS] SCRIPT [ARGUMENTS OF THE SCRIPT]\n", markup=False)

@@ -16,7 +16,7 @@ from acceler8.config.handlers import build_recipes
 from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES, Entry
 from acceler8.config.schema import BACKENDS, RECIPES
-from acceler8.config.sources import DEFAULT, Effective, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, Effective, Precedence, Source, Value
 from acceler8.errors import ConfigError, MissingLibraryError, RecipeError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _shown(effective: Effective, path: str) -> str:
 
 
 def _kept_for_the_script(effective: Effective, given: list[str]) -> list[str]:
-    told = [path for path in given if effective.source(path).rank > Rank.DEFAULT]
+    told = [path for path in given if effective.source(path).precedence > Precedence.DEFAULT]
     if not told:
         return []
     places = ", ".join(f"{_shown(effective, path)} ({effective.source(path)})" for path in told)
@@ -209,12 +209,12 @@ def _check_belongs(effective: Effective, path: str, backend: str) -> Iterator[st
     entry, source = ENTRIES[path], effective.source(path)
     if path in _CHOICE or not entry.setting.backends or _has(entry, backend):
         return
-    if source.rank is Rank.ENVIRONMENT and _is_default(path, effective[path]):
+    if source.precedence is Precedence.ENVIRONMENT and _is_default(path, effective[path]):
         return  # Accelerate's launcher exports the defaults of every backend
     namer = effective.source(_FP8 + "backend")
     has = " and ".join(entry.setting.backends)
-    is_one_route = named_backend(effective) and namer.rank == source.rank
-    if is_one_route and source.rank in (Rank.FLAG, Rank.YAML, Rank.CODE):
+    is_one_route = named_backend(effective) and namer.precedence == source.precedence
+    if is_one_route and source.precedence in (Precedence.FLAG, Precedence.YAML, Precedence.CODE):
         raise ConfigError(
             f"{source.where}: {_shown(effective, path)} is no setting of backend {backend}, which {namer.where} names;"
             f" it is one of {has}; {_instead(path, backend)}remove it, or name that backend"

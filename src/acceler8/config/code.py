@@ -1,8 +1,8 @@
-"""The code route: constructor arguments and objects as a layer of values, and effective values as Python.
+"""The code route: constructor arguments and objects as values, and effective values as Python.
 
-``layer_from_code`` is to code what ``read_yaml`` is to a file; ``to_python`` is its inverse. Code can say more than the
-other routes (a function that chooses layers, a library's own object) and less (how many processes a launch starts);
-both are named, never dropped without a word.
+``values_from_code`` is to code what ``read_yaml`` is to a file; ``to_python`` is its inverse. Code can say more than
+the other routes (a function that chooses layers, a library's own object) and less (how many processes a launch
+starts); both are named, never dropped without a word.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from acceler8.config.handlers import (
 )
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Plugin, TorchDynamoPlugin
 from acceler8.config.registry import ENTRIES
-from acceler8.config.sources import Effective, Layer, Rank, Source, Value, merge
+from acceler8.config.sources import Effective, Precedence, RouteValues, Source, Value, merge
 from acceler8.config.yaml_file import read_yaml
 from acceler8.errors import ConfigError
 
@@ -122,7 +122,7 @@ def sort_handlers(
     return RecipeHandlers(**found, others=rest)
 
 
-def layer_from_code(
+def values_from_code(
     *,
     mixed_precision: Any = None,
     cpu: bool = False,
@@ -135,19 +135,19 @@ def layer_from_code(
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     dynamo_plugin: TorchDynamoPlugin | None = None,
     deepspeed_plugin: DeepSpeedPlugin | None = None,
-) -> Layer:
+) -> RouteValues:
     """What a script says in code: arguments of ``Accelerator`` (None, and ``cpu=False``, say nothing) and objects.
 
     ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs``.
     Raises: ConfigError for a value that is not allowed, and for two objects or arguments that say the same differently.
     """
     handlers = handlers or RecipeHandlers()
-    layer = Layer()
+    route = RouteValues()
     for object_ in (*handlers.found, fsdp_plugin, dynamo_plugin, deepspeed_plugin):
         if object_ is not None:
-            _take_object(object_, layer)
-    _take_shortcuts(recipe, skip, handlers, layer)
-    _take_backend(backend, layer)
+            _take_object(object_, route)
+    _take_shortcuts(recipe, skip, handlers, route)
+    _take_backend(backend, route)
     if fsdp_plugin is not None and deepspeed_plugin is not None:
         raise ConfigError("Accelerator got fsdp_plugin and deepspeed_plugin; allowed: one of them; leave one out")
     if isinstance(fp8_backend_order, Iterable) and not isinstance(fp8_backend_order, str):
@@ -161,43 +161,43 @@ def layer_from_code(
         ("distributed_type", "DEEPSPEED" if deepspeed_plugin is not None else None, "deepspeed_plugin"),
     ):
         if raw is not None:
-            layer.put(path, raw, _argument(name))
-    return layer
+            route.put(path, raw, _argument(name))
+    return route
 
 
-def gather(code: Layer, config_file: Path | str | None = None) -> Effective:
+def gather(code: RouteValues, config_file: Path | str | None = None) -> Effective:
     """The effective values of a script: code, the environment, and the file named in code or ACCELER8_CONFIG_FILE."""
     environ = current_environment()
-    layers = [read_yaml(environ[CONFIG_FILE])] if environ.get(CONFIG_FILE) and not config_file else []
-    layers.append(read_environment(environ))
+    routes = [read_yaml(environ[CONFIG_FILE])] if environ.get(CONFIG_FILE) and not config_file else []
+    routes.append(read_environment(environ))
     if config_file:  # after the environment: it wins over what a launcher read from another file
-        layers.append(read_yaml(config_file))
-    return merge([*layers, code])
+        routes.append(read_yaml(config_file))
+    return merge([*routes, code])
 
 
 def _argument(name: str) -> Source:
-    return Source(Rank.CODE, f"Accelerator({name}=)")
+    return Source(Precedence.CODE, f"Accelerator({name}=)")
 
 
-def _take_object(handler: SchemaHandler, layer: Layer) -> None:
-    given = handler.layer()
+def _take_object(handler: SchemaHandler, route: RouteValues) -> None:
+    given = handler.route_values()
     for path, value in given.values.items():
-        held = layer.values.get(path)
-        if held and held.source.rank is value.source.rank is Rank.CODE and held.value != value.value:
+        held = route.values.get(path)
+        if held and held.source.precedence is value.source.precedence is Precedence.CODE and held.value != value.value:
             raise ConfigError(
                 f"{value.source.where}: {path} got {value.value!r}, and {held.value!r} from {held.source.where};"
                 " allowed: one of them"
             )
-        if held is None or value.source.rank >= held.source.rank:
-            layer.values[path] = value
-    layer.notes += [*given.notes, *handler.code_only()]
+        if held is None or value.source.precedence >= held.source.precedence:
+            route.values[path] = value
+    route.notes += [*given.notes, *handler.code_only()]
     if isinstance(handler, RecipeHandler) and (named := handler.backend_value()) is not None:
-        layer.values[_BACKEND] = named
+        route.values[_BACKEND] = named
     if isinstance(handler, DeepSpeedPlugin) and handler.asks_for_levels:
-        layer.values.setdefault(_BACKEND, Value("MSAMP", Source(Rank.CODE, "DeepSpeedPlugin(enable_msamp=)")))
+        route.values.setdefault(_BACKEND, Value("MSAMP", Source(Precedence.CODE, "DeepSpeedPlugin(enable_msamp=)")))
 
 
-def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHandlers, layer: Layer) -> None:
+def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHandlers, route: RouteValues) -> None:
     """``recipe=`` and ``skip=`` of the constructor."""
     if recipe is None and skip is None:
         return
@@ -213,27 +213,27 @@ def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHan
     short = None
     if recipe is not None:
         short = NativeRecipeKwargs(recipe=recipe, skip=skip)
-        layer.values[_BACKEND] = Value("NATIVE", _argument("recipe"))
-        for path, value in short.layer().values.items():
-            if value.source.rank is Rank.CODE:  # what it took from elsewhere is read there
-                layer.values[path] = Value(value.value, _argument("recipe"))
-        layer.notes += [note.replace("NativeRecipeKwargs", "Accelerator") for note in short.code_only()]
+        route.values[_BACKEND] = Value("NATIVE", _argument("recipe"))
+        for path, value in short.route_values().values.items():
+            if value.source.precedence is Precedence.CODE:  # what it took from elsewhere is read there
+                route.values[path] = Value(value.value, _argument("recipe"))
+        route.notes += [note.replace("NativeRecipeKwargs", "Accelerator") for note in short.code_only()]
     if skip is not None and (short is None or short.recipe is None or isinstance(short.recipe, str)):
-        layer.put(_FP8 + "skip", skip, _argument("skip"))
+        route.put(_FP8 + "skip", skip, _argument("skip"))
 
 
-def _take_backend(backend: Any, layer: Layer) -> None:
+def _take_backend(backend: Any, route: RouteValues) -> None:
     if backend is None:
         return
-    named, source = layer.values.get(_BACKEND), _argument("backend")
+    named, source = route.values.get(_BACKEND), _argument("backend")
     value = ENTRIES[_BACKEND].parse(backend, source.where)
     # MS-AMP's levels go with any backend's GEMMs
-    if named is not None and named.source.rank is Rank.CODE and named.value not in (value, "MSAMP"):
+    if named is not None and named.source.precedence is Precedence.CODE and named.value not in (value, "MSAMP"):
         raise ConfigError(
             f"{source.where} got {value}, and {named.source.where} is for backend {named.value}; allowed: one backend;"
             " leave one out"
         )
-    layer.put(_BACKEND, backend, source)
+    route.put(_BACKEND, backend, source)
 
 
 @dataclass
@@ -279,7 +279,7 @@ def _literal(path: str, value: Any) -> str:
 
 
 def to_python(effective: Effective) -> tuple[str, list[str]]:
-    """Python from which ``layer_from_code`` makes the same values, and what it leaves out because code cannot say it.
+    """Python from which ``values_from_code`` makes the same values, and what it leaves out because code cannot say it.
 
     Needs no library. A backend that is not named is named by the recipe's class if there are settings for it.
     """

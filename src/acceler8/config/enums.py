@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import EnumMeta, StrEnum
 from typing import Any
 
-from acceler8.config.registry import ENTRIES
+from acceler8.config.kinds import Choice
 from acceler8.errors import ConfigError, unknown_name
 
 
@@ -43,9 +43,13 @@ class PrecisionType(Word):
     """What layers compute in."""
 
     NO = "no"
-    FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
+
+
+BACKEND_SPELLINGS = (("torchao", "AO"), ("transformer_engine", "TE"), ("ms-amp", "MSAMP"))
+"""What people also call the libraries, in lower case, and the word for it."""
 
 
 class FP8BackendType(Word):
@@ -59,17 +63,16 @@ class FP8BackendType(Word):
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        """The schema's other spellings, such as ``torchao``, count too."""
+        """As the schema reads it: other spellings, such as ``torchao``, and the enum of Accelerate count too."""
         try:
-            return cls(ENTRIES["fp8_config.backend"].setting.kind.parse(value))
-        except ConfigError:
-            raise
+            word = Choice(tuple(cls.list()), BACKEND_SPELLINGS).parse(value)
         except ValueError:
             return super()._missing_(value)
+        return cls(word)
 
 
 class DistributedType(Word):
-    """How processes train together. The kinds below the first five exist for comparisons only."""
+    """How processes train together. Those below DEEPSPEED exist for comparisons only and cannot be configured."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

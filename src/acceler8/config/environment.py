@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
 from acceler8.config.setting import shown
-from acceler8.config.sources import Effective, Layer, Rank, Source
+from acceler8.config.sources import Effective, Precedence, RouteValues, Source
 from acceler8.errors import ConfigError
 
 SOURCES = "ACCELER8_CONFIG_SOURCES"
@@ -30,16 +30,16 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
-def read_environment(environ: Mapping[str, str]) -> Layer:
+def read_environment(environ: Mapping[str, str]) -> RouteValues:
     """The settings that variables give. Raises ConfigError naming the variable."""
-    layer = Layer()
+    route = RouteValues()
     origins = _origins(environ)
     for name in sorted(set(environ) & set(DEAD_ENV)):
         entry = DEAD_ENV[name]
         if environ.get(entry.setting.env[0], "").strip():
             continue  # the launcher of Accelerate writes both; this one is the one that is read there too
-        layer.notes.append(f"{name} is read as {entry.setting.env[0]}, its name elsewhere")
-        layer.put(entry.path, environ[name], _source(entry, name, origins, environ))
+        route.notes.append(f"{name} is read as {entry.setting.env[0]}, its name elsewhere")
+        route.put(entry.path, environ[name], _source(entry, name, origins, environ))
     engines = {
         name: engine for name, engine in ENGINE_SWITCHES.items() if name in environ and _is_on(environ[name], name)
     }
@@ -51,13 +51,13 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
             raise ConfigError(
                 f"{name} is true and ACCELERATE_DISTRIBUTED_TYPE {shown(said)}; allowed: one engine; unset one of them"
             )
-        layer.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins, environ))
+        route.put("distributed_type", engine, _source(ENTRIES["distributed_type"], name, origins, environ))
     for name, entry in BY_ENV.items():
         if name in environ and entry.path != _GEMMS:
-            layer.put(entry.path, environ[name], _source(entry, name, origins, environ))
-    _read_gemms(environ, layer, origins)
-    layer.notes += _unknown_names(environ)
-    return layer
+            route.put(entry.path, environ[name], _source(entry, name, origins, environ))
+    _read_gemms(environ, route, origins)
+    route.notes += _unknown_names(environ)
+    return route
 
 
 def write_environment(effective: Effective) -> dict[str, str]:
@@ -71,7 +71,7 @@ def write_environment(effective: Effective) -> dict[str, str]:
             written |= {name: Bool().text(part) for name, part in zip(setting.env, parts, strict=True)}
         else:
             written[setting.env[0]] = setting.text(value.value)
-        origins[path] = [value.source.rank.name, value.source.where, _text_of(setting.env, written)]
+        origins[path] = [value.source.precedence.name, value.source.where, _text_of(setting.env, written)]
     if effective["distributed_type"] is not None:
         written |= {
             name: Bool().text(effective["distributed_type"] == engine) for name, engine in ENGINE_SWITCHES.items()
@@ -92,13 +92,13 @@ def _unknown_names(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} is no variable that is read{f'; did you mean {near[0]}?' if near else ''}"
 
 
-def _read_gemms(environ: Mapping[str, str], layer: Layer, origins: Mapping[str, tuple[Source, str]]) -> None:
+def _read_gemms(environ: Mapping[str, str], route: RouteValues, origins: Mapping[str, tuple[Source, str]]) -> None:
     """Three variables make one value; those that are not there are false."""
     entry = ENTRIES[_GEMMS]
     names = [name for name in entry.setting.env if environ.get(name, "").strip()]
     if names:
         parts = [_is_on(environ[name], name) if name in names else False for name in entry.setting.env]
-        layer.put(_GEMMS, parts, _source(entry, ", ".join(names), origins, environ))
+        route.put(_GEMMS, parts, _source(entry, ", ".join(names), origins, environ))
 
 
 def _is_on(text: str, name: str) -> bool:
@@ -113,7 +113,7 @@ def _source(entry: Entry, name: str, origins: Mapping[str, tuple[Source, str]], 
     source, text = origins.get(entry.path, (None, ""))
     if source is not None and text == _text_of(entry.setting.env, environ):
         return source
-    return Source(Rank.ENVIRONMENT, name)
+    return Source(Precedence.ENVIRONMENT, name)
 
 
 def _text_of(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
@@ -127,8 +127,8 @@ def _origins(environ: Mapping[str, str]) -> dict[str, tuple[Source, str]]:
         return {}
     try:
         return {
-            str(path): (Source(Rank[rank], str(where)), str(was))
-            for path, (rank, where, was) in json.loads(text).items()
+            str(path): (Source(Precedence[precedence], str(where)), str(was))
+            for path, (precedence, where, was) in json.loads(text).items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{SOURCES}: got {text[:80]!r}; allowed: what acceler8 launch writes; unset it") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_FLAG, ENTRIES, Entry
 from acceler8.config.setting import shown, shown_name
-from acceler8.config.sources import Effective, Layer, Rank, Source
+from acceler8.config.sources import Effective, Precedence, RouteValues, Source
 from acceler8.errors import ConfigError, unknown_name
 
 # engine switches of Accelerate: no value, and each a value of one setting here
@@ -19,7 +19,7 @@ _ENGINES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULT
 class ParsedFlags:
     """What a command line gave: settings, other known flags by name, and what follows the flags."""
 
-    layer: Layer = field(default_factory=Layer)
+    route: RouteValues = field(default_factory=RouteValues)
     others: dict[str, str | bool] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ def _one_flag(
         if name in switches:
             parsed.others[name] = is_on
         elif is_on:
-            _put_once(ENTRIES["distributed_type"], _ENGINES[name], where, parsed.layer)
+            _put_once(ENTRIES["distributed_type"], _ENGINES[name], where, parsed.route)
         return
     entry = BY_FLAG.get(name)
     if entry is None and name not in options:
@@ -74,16 +74,16 @@ def _one_flag(
     if entry is None:
         parsed.others[name] = value
         return
-    _put_once(entry, value, where, parsed.layer)
+    _put_once(entry, value, where, parsed.route)
 
 
-def _put_once(entry: Entry, value: str, where: str, layer: Layer) -> None:
-    first = layer.values.get(entry.path)
+def _put_once(entry: Entry, value: str, where: str, route: RouteValues) -> None:
+    first = route.values.get(entry.path)
     if first and first.value != entry.parse(value, where):
         raise ConfigError(
             f"{where}: {entry.path} got a second, different value (first: {first.source.where}); give it once"
         )
-    layer.put(entry.path, value, Source(Rank.FLAG, where))
+    route.put(entry.path, value, Source(Precedence.FLAG, where))
 
 
 def _is_on(text: str, where: str) -> bool:

@@ -22,7 +22,7 @@ from acceler8.config.environment import current_environment, read_environment
 from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES
 from acceler8.config.schema import RECIPES
-from acceler8.config.sources import DEFAULT, Layer, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, Precedence, RouteValues, Source, Value
 from acceler8.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class SchemaHandler(KwargsHandler):
 
     def _fill_in(self, names: Iterable[str]) -> None:
         environment = read_environment(current_environment())
-        given = Layer()
+        given = RouteValues()
         self._filled: dict[str, Value] = {}
         for name in names:
             path, raw = self.PATHS[name], getattr(self, name)
@@ -96,7 +96,7 @@ class SchemaHandler(KwargsHandler):
         return value
 
     def _source(self, name: str) -> Source:
-        return Source(Rank.CODE, f"{type(self).__name__}({name}=)")
+        return Source(Precedence.CODE, f"{type(self).__name__}({name}=)")
 
     def _defaults(self) -> dict[str, Any]:
         values = dict.fromkeys(self.to_dict())
@@ -111,19 +111,19 @@ class SchemaHandler(KwargsHandler):
         value: Value | None = getattr(self, "_filled", {}).get(name)
         return value if value is not None and value.value == getattr(self, name) else None
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """The settings that this object gives: fields given in code, and what it took from the environment."""
-        layer = Layer()
-        self._put_fields(layer, self.PATHS)
-        return layer
+        route = RouteValues()
+        self._put_fields(route, self.PATHS)
+        return route
 
-    def _put_fields(self, layer: Layer, names: Iterable[str]) -> None:
+    def _put_fields(self, route: RouteValues, names: Iterable[str]) -> None:
         for name in names:
             path = self.PATHS[name]
             filled = self.filled(name)
             source = filled.source if filled else self._source(name)
-            if source.rank > Rank.DEFAULT:
-                layer.put(path, plain(getattr(self, name)), source)
+            if source.precedence > Precedence.DEFAULT:
+                route.put(path, plain(getattr(self, name)), source)
 
     def code_only(self) -> list[str]:
         """What this object holds that no flag, variable or YAML key can say, in words."""
@@ -144,7 +144,7 @@ class RecipeHandler(SchemaHandler):
 
     def backend_value(self) -> Value | None:
         """The backend that this recipe is of."""
-        return Value(self.BACKEND, Source(Rank.CODE, type(self).__name__))
+        return Value(self.BACKEND, Source(Precedence.CODE, type(self).__name__))
 
 
 def plain(raw: Any) -> Any:
@@ -227,9 +227,9 @@ class AORecipeKwargs(RecipeHandler):
                 stacklevel=4,
             )
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """With a ``config`` nothing: it is used as it is."""
-        return Layer() if self.config is not None else super().layer()
+        return RouteValues() if self.config is not None else super().route_values()
 
     def code_only(self) -> list[str]:
         """The torchao object and the function."""
@@ -249,12 +249,12 @@ class MSAMPRecipeKwargs(RecipeHandler):
 
     opt_level: str | None = None
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """With the level even where it is the default: the class asks for one."""
-        layer = super().layer()
-        if "fp8_config.opt_level" not in layer.values and self.opt_level is not None:
-            layer.put("fp8_config.opt_level", self.opt_level, Source(Rank.DEFAULT, f"of {type(self).__name__}"))
-        return layer
+        route = super().route_values()
+        if "fp8_config.opt_level" not in route.values and self.opt_level is not None:
+            route.put("fp8_config.opt_level", self.opt_level, Source(Precedence.DEFAULT, f"of {type(self).__name__}"))
+        return route
 
 
 @takes_other_spellings
@@ -283,7 +283,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
                 " write AORecipeKwargs or NativeRecipeKwargs for the others"
             )
         why = ""
-        if found and found.source.rank is Rank.DEFAULT:
+        if found and found.source.precedence is Precedence.DEFAULT:
             have = "is" if self.backend == "TE" else "is not"
             why = f" (backend {self.backend}, because none was given and TransformerEngine {have} installed)"
         warnings.warn(
@@ -291,7 +291,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         )
 
     def _level_of_backend(self) -> None:
-        if (found := self.filled("opt_level")) and found.source.rank is Rank.DEFAULT:
+        if (found := self.filled("opt_level")) and found.source.precedence is Precedence.DEFAULT:
             self._fill("opt_level", Value(self._default("opt_level"), DEFAULT))
 
     def _default(self, name: str) -> Any:
@@ -304,9 +304,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     def backend_value(self) -> Value | None:
         """As given, from the variable, or as chosen."""
         found = self.filled("backend")
-        if found and found.source.rank > Rank.DEFAULT:
+        if found and found.source.precedence > Precedence.DEFAULT:
             return found
-        return Value(self.backend, Source(Rank.CODE, type(self).__name__) if found else self._source("backend"))
+        return Value(self.backend, Source(Precedence.CODE, type(self).__name__) if found else self._source("backend"))
 
 
 FP8KwargsHandler = FP8RecipeKwargs
@@ -391,26 +391,26 @@ class NativeRecipeKwargs(RecipeHandler):
             path = self.PATHS["layer_recipes"]
             self.layer_recipes = ENTRIES[path].parse({**mapping, **rest}, self._source("recipe").where)
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """The settings, those of a Recipe object under its name."""
         self._spread_mapping()
         if self.recipe is None or isinstance(self.recipe, str):
-            return super().layer()
-        layer = Layer()
+            return super().route_values()
+        route = RouteValues()
         values = _object_values(checked_recipes(self.recipe, self._source("recipe").where))
         if self.skip is not None:
             values["skip"] = tuple(self.skip)
         # not parsed: a Recipe may have a name of its own, which no other route could say
         names: tuple[str, ...] = ("recipe", "layer_recipes")
         for name in names:
-            layer.values[self.PATHS[name]] = Value(values.pop(name, None), self._source("recipe"))
-        self._put_fields(layer, _NOT_OF_A_RECIPE)
+            route.values[self.PATHS[name]] = Value(values.pop(name, None), self._source("recipe"))
+        self._put_fields(route, _NOT_OF_A_RECIPE)
         names += _NOT_OF_A_RECIPE
         for name, path in self.PATHS.items():  # it says everything: what it leaves out is not for another route to say
             if name not in names:
-                layer.values[path] = Value(None, self._source("recipe"))
-                layer.put(path, values.get(name), self._source("recipe"))
-        return layer
+                route.values[path] = Value(None, self._source("recipe"))
+                route.put(path, values.get(name), self._source("recipe"))
+        return route
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of the fields; a Recipe is frozen, and stays the same object."""

@@ -16,7 +16,7 @@ from acceler8.config.enums import DynamoBackend
 from acceler8.config.environment import current_environment, read_environment
 from acceler8.config.handlers import SchemaHandler, plain, takes_other_spellings
 from acceler8.config.registry import ENTRIES
-from acceler8.config.sources import DEFAULT, Layer, Rank, Source, Value
+from acceler8.config.sources import DEFAULT, Precedence, RouteValues, Source, Value
 from acceler8.errors import ConfigError
 
 _POLICIES = {
@@ -47,13 +47,13 @@ class Plugin(SchemaHandler):
     def _default(self, name: str) -> Any:
         return self.DEFAULTS.get(name)
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """The settings; objects are left out."""
         kept = {name: getattr(self, name) for name in self.OBJECTS if self._is_object(name)}
         for name in kept:
             setattr(self, name, self._filled[name].value if name in self._filled else None)
         try:
-            return super().layer()
+            return super().route_values()
         finally:
             for name, value in kept.items():
                 setattr(self, name, value)
@@ -334,11 +334,11 @@ class DeepSpeedPlugin(Plugin):
         """True if code, not the environment, turned MS-AMP's levels on."""
         return bool(self.enable_msamp) and self._asked_for_msamp
 
-    def layer(self) -> Layer:
+    def route_values(self) -> RouteValues:
         """The settings; the level only where MS-AMP is on."""
-        layer = super().layer()
+        route = super().route_values()
         if not self.enable_msamp:
-            layer.values.pop("fp8_config.opt_level", None)
-        elif "fp8_config.opt_level" not in layer.values:
-            layer.put("fp8_config.opt_level", self.msamp_opt_level, Source(Rank.DEFAULT, "of DeepSpeedPlugin"))
-        return layer
+            route.values.pop("fp8_config.opt_level", None)
+        elif "fp8_config.opt_level" not in route.values:
+            route.put("fp8_config.opt_level", self.msamp_opt_level, Source(Precedence.DEFAULT, "of DeepSpeedPlugin"))
+        return route

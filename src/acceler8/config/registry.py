@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from acceler8.config.kinds import RefusedError
 from acceler8.config.schema import Config, Section
@@ -37,14 +37,14 @@ class Entry:
 
 def _walk(model: type[Section], section: str = "") -> list[Entry]:
     entries = []
-    for key, field in model.model_fields.items():
-        settings = [meta for meta in field.metadata if isinstance(meta, Setting)]
+    for key, kind in get_type_hints(model, include_extras=True).items():
+        settings = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Setting)]
         if settings:
             entries.append(Entry(f"{section}.{key}" if section else key, section, key, settings[0]))
         else:
-            assert isinstance(field.annotation, type)
-            assert issubclass(field.annotation, Section)
-            entries.extend(_walk(field.annotation, key))
+            assert isinstance(kind, type)
+            assert issubclass(kind, Section)
+            entries.extend(_walk(kind, key))
     return entries
 
 

@@ -15,7 +15,7 @@ from acceler8.config.environment import CONFIG_FILE, ENGINE_SWITCHES, SOURCES, r
 from acceler8.config.files import default_file
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
 from acceler8.config.setting import shown_name
-from acceler8.config.sources import Effective, Layer, Rank, Source, merge
+from acceler8.config.sources import Effective, Precedence, RouteValues, Source, merge
 from acceler8.config.variables import objection
 from acceler8.config.yaml_file import read_yaml
 from acceler8.errors import ConfigError, unknown_name
@@ -33,7 +33,7 @@ _ENGINE_OF_SECTION = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 
 
 def load(
-    flags: Layer | None,
+    flags: RouteValues | None,
     environ: Mapping[str, str],
     config_file: Path | None = None,
     use_default_file: bool = True,
@@ -44,27 +44,27 @@ def load(
     ``use_default_file``; a note says which.
     Raises ConfigError, naming the place, for a value that is not allowed and for a named file that is missing.
     """
-    layers = []
+    routes = []
     if config_file is None and environ.get(CONFIG_FILE):
         config_file = Path(environ[CONFIG_FILE])
-        layers.append(Layer(notes=[f"reading {config_file}, which {CONFIG_FILE} names"]))
+        routes.append(RouteValues(notes=[f"reading {config_file}, which {CONFIG_FILE} names"]))
     elif config_file is None and use_default_file:
         config_file, note = default_file(environ)
-        layers.append(Layer(notes=[note] if note else []))
+        routes.append(RouteValues(notes=[note] if note else []))
     if config_file is not None:
-        layers.append(read_yaml(config_file))
-    layers.append(read_environment(environ))
+        routes.append(read_yaml(config_file))
+    routes.append(read_environment(environ))
     if flags is not None:
-        layers.append(flags)
-    return merge(layers)
+        routes.append(flags)
+    return merge(routes)
 
 
-def parse_assignments(assignments: Iterable[str]) -> Layer:
+def parse_assignments(assignments: Iterable[str]) -> RouteValues:
     """The settings that ``key=value`` texts give; a key is ``fp8_config.margin``, or ``margin`` alone.
 
     Raises ConfigError for an unknown key, one given twice, and a value that is not allowed.
     """
-    layer = Layer()
+    route = RouteValues()
     for text in assignments:
         key, equals, value = text.partition("=")
         where = f"--set {shown_name(key.strip())}"
@@ -73,10 +73,10 @@ def parse_assignments(assignments: Iterable[str]) -> Layer:
                 f"--set {shown_name(text)}: got no value; allowed: key=value, such as fp8_config.margin=2"
             )
         entry = find_key(key.strip(), where)
-        if entry.path in layer.values:
+        if entry.path in route.values:
             raise ConfigError(f"{where}: {entry.path} is set twice; give it once")
-        layer.put(entry.path, value, Source(Rank.FLAG, where))
-    return layer
+        route.put(entry.path, value, Source(Precedence.FLAG, where))
+    return route
 
 
 def find_key(key: str, where: str) -> Entry:
@@ -155,7 +155,7 @@ def _gpu_only(path: str, allowed: str, given: _Given) -> Iterator[str]:
 def _process_problems(given: _Given) -> Iterator[str]:
     many, kind = given.effective.source("num_processes"), given.effective.source("distributed_type")
     # NO of a file gives way to processes asked for above it, as a plain `launch --num_processes 2` does
-    if (given["num_processes"] or 1) > 1 and given["distributed_type"] == "NO" and kind.rank >= many.rank:
+    if (given["num_processes"] or 1) > 1 and given["distributed_type"] == "NO" and kind.precedence >= many.precedence:
         several = "MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         yield given.problem("num_processes", "distributed_type", allowed=f"1 for NO; several need {several}")
 
@@ -169,7 +169,7 @@ def _fsdp_problems(given: _Given) -> Iterator[str]:
     versions = (version,) if given[version] else ()  # not given: 1, as in Accelerate
     is_word_of_two = given[reshard] in ("true", "false")
     # Accelerate's launcher exports version 2's word with version 1 too
-    is_asked = given.effective.source(reshard).rank is not Rank.ENVIRONMENT
+    is_asked = given.effective.source(reshard).precedence is not Precedence.ENVIRONMENT
     if is_two and given[reshard] and not is_word_of_two:
         yield given.problem(reshard, version, allowed="true, false under FSDP 2; a sharding strategy is FSDP 1's")
     if not is_two and is_word_of_two and is_asked:
@@ -214,14 +214,14 @@ def _idle(effective: Effective) -> list[str]:
     notes = [
         f"{value.source.where}: {path} has no effect here; it is kept so that files of Accelerate stay whole"
         for path, value in effective.values.items()
-        if ENTRIES[path].setting.is_idle and value.source.rank is not Rank.YAML and value.value
+        if ENTRIES[path].setting.is_idle and value.source.precedence is not Precedence.YAML and value.value
     ]
     for section, engine in _ENGINE_OF_SECTION.items():
         asked = [
             value
             for path, value in effective.values.items()
             if ENTRIES[path].section == section
-            and value.source.rank in (Rank.YAML, Rank.FLAG)
+            and value.source.precedence in (Precedence.YAML, Precedence.FLAG)
             and path != "deepspeed_config.gradient_accumulation_steps"  # every engine accumulates
         ]
         if asked and effective["distributed_type"] != engine:

@@ -7,11 +7,11 @@ the backend (``Setting.defaults``) or on the engine. Names are Hugging Face Acce
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated as A
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from acceler8.config.enums import BACKEND_SPELLINGS, DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from acceler8.config.kinds import (
     Bool,
     Choice,
@@ -30,22 +30,17 @@ from acceler8.config.kinds import (
 )
 from acceler8.config.setting import Setting
 
-BACKENDS = ("NATIVE", "AO", "TE", "MSAMP")
+BACKENDS = tuple(word for word in FP8BackendType.list() if word != "NO")
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
-DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
-DYNAMO_BACKENDS = (
-    *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT"),
-    *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND"),
-)
+PRECISIONS = tuple(PrecisionType.list())
+DISTRIBUTED_TYPES = tuple(DistributedType.list()[: DistributedType.list().index("DEEPSPEED") + 1])
+DYNAMO_BACKENDS = tuple(DynamoBackend.list())
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
-class Section(BaseModel):
-    """A group of settings: frozen, and closed to names that it does not have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Section:
+    """A group of settings: a frozen dataclass."""
 
 
 def _fp8(name: str, *, env: str | None = None, flag: str | None = None, **rest: Any) -> Setting:
@@ -54,6 +49,7 @@ def _fp8(name: str, *, env: str | None = None, flag: str | None = None, **rest: 
     return Setting(env=(f"ACCELERATE_FP8_{(env or bare).upper()}",), flags=(flag or f"fp8_{bare}",), **rest)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Fp8Config(Section):
     """How FP8 is computed."""
 
@@ -61,7 +57,7 @@ class Fp8Config(Section):
         str | None,
         _fp8(
             "backend",
-            kind=Choice((*BACKENDS, "NO"), (("torchao", "AO"), ("transformer_engine", "TE"), ("ms-amp", "MSAMP"))),
+            kind=Choice((*BACKENDS, "NO"), BACKEND_SPELLINGS),
             help="Who computes FP8. Not given: the first of backend_order that is available.",
             ask="Which FP8 backend?",
         ),
@@ -286,6 +282,7 @@ def _fsdp(name: str, *, env: str | None = None, **rest: Any) -> Setting:
     return Setting(env=(f"FSDP_{(env or name).upper()}",), flags=(f"fsdp_{name}",), **rest)
 
 
+@dataclass(frozen=True, kw_only=True)
 class FsdpConfig(Section):
     """Fully sharded data parallel."""
 
@@ -421,6 +418,7 @@ def _dynamo(name: str, **rest: Any) -> Setting:
     return Setting(env=(f"ACCELERATE_DYNAMO_{name.upper()}",), flags=(f"dynamo_{name}",), **rest)
 
 
+@dataclass(frozen=True, kw_only=True)
 class DynamoConfig(Section):
     """torch.compile."""
 
@@ -470,6 +468,7 @@ def _deepspeed(name: str, *, env: str | None = None, **rest: Any) -> Setting:
 _DEVICES = Choice(("none", "cpu", "nvme"))
 
 
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig(Section):
     """DeepSpeed ZeRO."""
 
@@ -623,6 +622,7 @@ def _top(name: str, *, env: str | None = None, flags: tuple[str, ...] | None = N
     return Setting(env=(env or f"ACCELERATE_{name.upper()}",), flags=flags or (name,), **rest)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """Everything."""
 
@@ -752,7 +752,7 @@ class Config(Section):
             ask="Which precision?",
         ),
     ] = None
-    fp8_config: Fp8Config = Fp8Config()
-    dynamo_config: DynamoConfig = DynamoConfig()
-    fsdp_config: FsdpConfig = FsdpConfig()
-    deepspeed_config: DeepSpeedConfig = DeepSpeedConfig()
+    fp8_config: Fp8Config = field(default_factory=Fp8Config)
+    dynamo_config: DynamoConfig = field(default_factory=DynamoConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
 from acceler8.config.kinds import NOTHING, Kind, RefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Metadata of one field of the schema. Stands in the field's annotation, reads and checks its values there."""
+    """Metadata of one field of the schema. Stands in the field's annotation."""
 
     kind: Kind
     help: str
@@ -55,10 +52,6 @@ class Setting:
     def _is_word(self, raw: str) -> bool:
         """True if ``raw`` spells nothing elsewhere and is a value here, as ``none`` is for an offload device."""
         return raw.strip().lower() in getattr(self.kind, "words", ())
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let pydantic read values as every route does."""
-        return core_schema.no_info_before_validator_function(self.parse, handler(source))
 
 
 def shown(raw: Any) -> str:

@@ -1,4 +1,4 @@
-"""Layers of values, one a source, and the effective values that come of them.
+"""What each route gives, and the effective values that come of it.
 
 Precedence, highest first: code, flag, environment, YAML, default. Every effective value keeps the source that won.
 """
@@ -6,7 +6,7 @@ Precedence, highest first: code, flag, environment, YAML, default. Every effecti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from acceler8.config.registry import ENTRIES
 from acceler8.config.schema import Config
 
 
-class Rank(IntEnum):
+class Precedence(IntEnum):
     """Which source wins: the higher one."""
 
     DEFAULT = 0
@@ -27,17 +27,17 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value comes from: its rank, and the place in words (``--fp8_margin``, ``run.yaml:7``)."""
+    """Where a value comes from: its precedence, and the place in words (``--fp8_margin``, ``run.yaml:7``)."""
 
-    rank: Rank
+    precedence: Precedence
     where: str
 
     def __str__(self) -> str:
-        kind = self.rank.name.lower()
+        kind = self.precedence.name.lower()
         return kind if self.where == kind else f"{kind} {self.where}"
 
 
-DEFAULT = Source(Rank.DEFAULT, "default")
+DEFAULT = Source(Precedence.DEFAULT, "default")
 NOT_FP8 = "this run is not FP8"
 """End of the note that a program should show as a warning."""
 
@@ -51,7 +51,7 @@ class Value:
 
 
 @dataclass
-class Layer:
+class RouteValues:
     """What one route gives: checked values by path, and notes for the user."""
 
     values: dict[str, Value] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Layer:
         """
         value = ENTRIES[path].parse(raw, source.where)
         if value is None:
-            if source.rank > Rank.YAML and isinstance(raw, str) and raw.strip():
+            if source.precedence > Precedence.YAML and isinstance(raw, str) and raw.strip():
                 self.values[path] = Value(None, source)
             return
         if path == "fp8_config.opt_level" and str(getattr(raw, "value", raw)).strip().upper() != value:
@@ -100,7 +100,7 @@ class Effective:
 
     def of_one_route(self) -> Effective:
         """The same values as if one file gave them all, which is what they will be once written."""
-        values = {p: Value(v.value, Source(Rank.YAML, v.source.where)) for p, v in self.values.items()}
+        values = {p: Value(v.value, Source(Precedence.YAML, v.source.where)) for p, v in self.values.items()}
         return Effective(MappingProxyType(values), self.notes)
 
     @property
@@ -110,33 +110,34 @@ class Effective:
 
     @property
     def config(self) -> Config:
-        """The values as the schema's model."""
-        nested: dict[str, Any] = {}
-        for path, value in self.given().items():
-            entry = ENTRIES[path]
-            (nested.setdefault(entry.section, {}) if entry.section else nested)[entry.key] = value
-        return Config(**nested)
+        """The values as the schema's dataclass."""
+        top = {ENTRIES[path].key: value for path, value in self.given("").items()}
+        for section in fields(Config):
+            if callable(section.default_factory):  # one of the sections, not a setting
+                inside = self.given(section.name)
+                top[section.name] = section.default_factory(**{ENTRIES[p].key: v for p, v in inside.items()})
+        return Config(**top)
 
 
-def merge(layers: Iterable[Layer]) -> Effective:
-    """The effective values of several layers: for each setting the one of highest rank, the later at equal rank."""
+def merge(routes: Iterable[RouteValues]) -> Effective:
+    """The effective values of several routes: for each setting that of highest precedence, the later at equal."""
     values: dict[str, Value] = {}
     notes: list[str] = []
-    layers = list(layers)
-    for layer in layers:
-        notes += [note for note in layer.notes if note not in notes]
-        for path, value in layer.values.items():
-            if path not in values or value.source.rank >= values[path].source.rank:
+    routes = list(routes)
+    for route in routes:
+        notes += [note for note in route.notes if note not in notes]
+        for path, value in route.values.items():
+            if path not in values or value.source.precedence >= values[path].source.precedence:
                 values[path] = value
-    notes += [note for note in _lost_fp8(values.get("mixed_precision"), layers) if note not in notes]
+    notes += [note for note in _lost_fp8(values.get("mixed_precision"), routes) if note not in notes]
     ordered = {path: values[path] for path in ENTRIES if path in values}
     return Effective(MappingProxyType(ordered), tuple(notes))
 
 
-def _lost_fp8(winner: Value | None, layers: Iterable[Layer]) -> Iterator[str]:
+def _lost_fp8(winner: Value | None, routes: Iterable[RouteValues]) -> Iterator[str]:
     """FP8 that was asked for and is not done deserves a word, whoever won."""
-    for layer in layers:
-        asked = layer.values.get("mixed_precision")
+    for route in routes:
+        asked = route.values.get("mixed_precision")
         if asked and asked.value == "fp8" and winner and winner.value != "fp8":
             yield (
                 f"{asked.source} asks for mixed_precision fp8, which {winner.source} overrides with {winner.value}:"

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from acceler8.config.backend_choice import schedule_problem
 from acceler8.config.kinds import Bool, Choice
 from acceler8.config.registry import ENTRIES, Entry
-from acceler8.config.schema import DYNAMO_BACKENDS, SAVE_POLICIES, SHARDING_STRATEGIES
-from acceler8.config.sources import DEFAULT, Effective, Layer, Rank, Source, merge
+from acceler8.config.schema import BACKENDS, DYNAMO_BACKENDS, SAVE_POLICIES, SHARDING_STRATEGIES
+from acceler8.config.sources import DEFAULT, Effective, Precedence, RouteValues, Source, merge
 
-ANSWER = Source(Rank.FLAG, "answer")
+ANSWER = Source(Precedence.FLAG, "answer")
 _OPTIONAL = "(empty: not given)"
 
 
@@ -66,11 +66,11 @@ class Wizard:
     """Asks for a configuration. ``known``: settings that are not asked; ``missing``: what a backend lacks here."""
 
     def __init__(
-        self, prompter: Prompter, known: Layer | None = None, missing: Callable[[str], list[str]] | None = None
+        self, prompter: Prompter, known: RouteValues | None = None, missing: Callable[[str], list[str]] | None = None
     ) -> None:
         self._prompter = prompter
-        self._known = known or Layer()
-        self._answers = Layer()
+        self._known = known or RouteValues()
+        self._answers = RouteValues()
         self._source = DEFAULT if isinstance(prompter, DefaultAnswers) else ANSWER
         self._missing = missing or (lambda backend: [])
 
@@ -90,9 +90,9 @@ class Wizard:
 
     def __getitem__(self, path: str) -> Any:
         """The value so far; None if there is none."""
-        for layer in (self._known, self._answers):
-            if path in layer.values:
-                return layer.values[path].value
+        for route in (self._known, self._answers):
+            if path in route.values:
+                return route.values[path].value
         return None
 
     @property
@@ -221,7 +221,7 @@ class Wizard:
 
             self._ask("num_processes", least, problem=problem)
         if kind in ("NO", "MULTI_GPU") and self._has_gpus:
-            self._ask("gpu_ids", "all", problem=_gpu_problem)
+            self._ask("gpu_ids", "all")
             self._ask("enable_cpu_affinity", False)
 
     def _ask_precision(self) -> None:
@@ -229,7 +229,7 @@ class Wizard:
         if self["mixed_precision"] != "fp8":
             return
         backend = "fp8_config.backend"
-        self._ask(backend, "NATIVE", words=("NATIVE", "AO", "TE", "MSAMP"))
+        self._ask(backend, "NATIVE", words=BACKENDS)
         for line in self._missing(self[backend]):
             self._prompter.say(f"Note: {line}. The file can be written all the same.")
         asked = {"NATIVE": self._ask_native, "TE": self._ask_te, "AO": self._ask_ao, "MSAMP": self._ask_msamp}
@@ -350,10 +350,3 @@ def _problem_finder(
         return problem(value) if problem else None
 
     return find
-
-
-def _gpu_problem(ids: str) -> str | None:
-    parts = [part.strip() for part in ids.split(",")]
-    if ids.lower() == "all" or (all(part.isdecimal() for part in parts) and len(set(parts)) == len(parts)):
-        return None
-    return f"got {ids!r}; allowed: all, or different numbers with commas, such as 0,1"

@@ -16,7 +16,7 @@ import yaml
 
 from acceler8.config.registry import ENTRIES, SECTIONS, Entry, find
 from acceler8.config.setting import shown, shown_name
-from acceler8.config.sources import Effective, Layer, Rank, Source
+from acceler8.config.sources import Effective, Precedence, RouteValues, Source
 from acceler8.errors import ConfigError
 
 _LARGEST = 1 << 20  # bytes; a configuration is a page
@@ -51,10 +51,10 @@ _TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")  # YAML 1.1, which
 _LEGACY_DYNAMO = "dynamo_config.dynamo_backend"
 
 
-def read_yaml(path: Path | str) -> Layer:
+def read_yaml(path: Path | str) -> RouteValues:
     """The settings that a YAML (or JSON) file gives. Raises ConfigError naming file, line and key."""
     path = Path(path)
-    layer = Layer()
+    route = RouteValues()
     for key, value, where in _pairs(_root(path), str(path)):
         if key in _UNSUPPORTED:
             if _plain(value) not in _OFF:
@@ -66,16 +66,16 @@ def read_yaml(path: Path | str) -> Layer:
             precision = _plain(value)
             if precision in (True, False):
                 precision = "fp16" if precision else "no"
-            _put_other_name(ENTRIES["mixed_precision"], key, precision, where, layer)
+            _put_other_name(ENTRIES["mixed_precision"], key, precision, where, route)
         elif key == "dynamo_backend":  # before Accelerate had dynamo_config
-            _put_other_name(ENTRIES[_LEGACY_DYNAMO], key, _plain(value), where, layer)
+            _put_other_name(ENTRIES[_LEGACY_DYNAMO], key, _plain(value), where, route)
         elif key == "num_processes" and _plain(value) == "-1":
-            layer.notes.append(f"{where}: num_processes -1 is read as not given")
+            route.notes.append(f"{where}: num_processes -1 is read as not given")
         elif key in SECTIONS:
-            _read_section(key, value, where, str(path), layer)
+            _read_section(key, value, where, str(path), route)
         else:
-            _put(layer, "", key, value, where)
-    return layer
+            _put(route, "", key, value, where)
+    return route
 
 
 def to_yaml(effective: Effective) -> str:
@@ -101,34 +101,34 @@ def to_nested(effective: Effective) -> dict[str, Any]:
     return nested
 
 
-def _read_section(section: str, node: yaml.Node, where: str, path: str, layer: Layer) -> None:
+def _read_section(section: str, node: yaml.Node, where: str, path: str, route: RouteValues) -> None:
     if isinstance(node, yaml.ScalarNode) and _plain(node) in (None, ""):
         return
     if not isinstance(node, yaml.MappingNode) or node.tag != _MAPPING:
         raise ConfigError(f"{where}: {section} got {shown(_plain(node))}; allowed: a mapping of its keys")
     for key, value, inner in _pairs(node, path):
-        _put(layer, section, key, value, inner)
+        _put(route, section, key, value, inner)
 
 
-def _put(layer: Layer, section: str, key: str, node: yaml.Node, where: str) -> None:
+def _put(route: RouteValues, section: str, key: str, node: yaml.Node, where: str) -> None:
     entry, is_alias = find(section, key, where)
     if is_alias:
-        _put_other_name(entry, key, _plain(node), where, layer)
+        _put_other_name(entry, key, _plain(node), where, route)
         return
-    _refuse_second(entry, key, where, layer)
-    layer.put(entry.path, _plain(node), Source(Rank.YAML, where))
+    _refuse_second(entry, key, where, route)
+    route.put(entry.path, _plain(node), Source(Precedence.YAML, where))
 
 
-def _put_other_name(entry: Entry, key: str, raw: Any, where: str, layer: Layer) -> None:
-    _refuse_second(entry, key, where, layer)
-    layer.put(entry.path, raw, Source(Rank.YAML, where))
-    layer.notes.append(f"{where}: {key} is read as {entry.key}")
+def _put_other_name(entry: Entry, key: str, raw: Any, where: str, route: RouteValues) -> None:
+    _refuse_second(entry, key, where, route)
+    route.put(entry.path, raw, Source(Precedence.YAML, where))
+    route.notes.append(f"{where}: {key} is read as {entry.key}")
 
 
-def _refuse_second(entry: Entry, key: str, where: str, layer: Layer) -> None:
+def _refuse_second(entry: Entry, key: str, where: str, route: RouteValues) -> None:
     """A key and another spelling of it, in either order."""
-    if entry.path in layer.values:
-        first = layer.values[entry.path].source.where
+    if entry.path in route.values:
+        first = route.values[entry.path].source.where
         raise ConfigError(f"{where}: {key} gives {entry.path}, which {first} gives too; keep one of them")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from acceler8.errors import DtypeError, ShapeError
+from acceler8.errors import DtypeError, RecipeError, ShapeError
 from acceler8.functional.call import PLAIN, Call, LinearSlots, Observer, once_only
 from acceler8.functional.kept_input import Kept, KeptInput, Tensors
 from acceler8.functional.shared_input import shared_input
@@ -129,8 +129,9 @@ def linear(
     ``slots`` is needed by a delayed recipe. ``codes`` keeps weight codes while its window is open.
     ``observer`` gets the packed statistics of every cast. ``readers`` layers are expected to read this very ``x``, the
     same tensor object: they share its codes (``shared_input.py``), unless someone observes.
-    Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for. The transforms of
-        ``torch.func`` (grad, vmap, jvp) are refused by PyTorch; ``functional_call`` works.
+    Raises: ShapeError, DtypeError; RecipeError for delayed scaling without slots; DoubleBackwardError if a second
+        derivative is asked for. The transforms of ``torch.func`` (grad, vmap, jvp) are refused by PyTorch;
+        ``functional_call`` works.
     """
     w_dtype = weight.dtype if codes is None else codes.dtype_of(weight)
     device = x.device.type
@@ -178,7 +179,9 @@ def _check(
             " GEMM needs; pad the layer or skip it in the plan"
         )
     if slots is None and recipe.is_delayed:
-        raise ShapeError(f"recipe {recipe.name!r} needs amax slots; convert the model, or use a current-scaling recipe")
+        raise RecipeError(
+            f"recipe {recipe.name!r} needs amax slots; convert the model, or use a current-scaling recipe"
+        )
 
 
 __all__ = ["LinearSlots", "Observer", "linear"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from acceler8.nn import find_states
 from acceler8.parallel import Strategy
 
 
-class Loops:
+class Accumulation:
     """Names are Hugging Face Accelerate's."""
 
     processes: Processes
@@ -33,7 +32,7 @@ class Loops:
     """How ``prepare`` spreads loaders over processes; read when a loader is prepared."""
     _optimizers: list[AcceleratedOptimizer]
     _loader_context: LoaderContext
-    _loaders: weakref.WeakSet[AcceleratedLoader]
+    _dataloaders: list[AcceleratedLoader]
 
     @property
     def gradient_state(self) -> GradientState:
@@ -101,7 +100,7 @@ class Loops:
         if not is_even:
             self._check_can_join(joinables)
         changed = []
-        for loader in list(self._loaders):
+        for loader in self._dataloaders:
             batches = loader.batches
             if even_batches is not None and batches is not None:
                 changed.append((batches, batches.even_batches))

@@ -18,7 +18,7 @@ from acceler8.config.handlers import (
 from acceler8.config.sources import Effective
 
 
-class Facts:
+class Properties:
     """The read-only attributes; the names are Hugging Face Accelerate's."""
 
     effective: Effective
