@@ -320,7 +320,8 @@ def test_recipe_objects_by_pattern_run_as_they_are() -> None:
         prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
         assert recipes_of(prepared) == ["mine", "tensorwise", None]
         keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
-        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip"]
+        schedule, speed = ["fp8_steps", "fp8_last_layers"], ["never_slower"]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", *schedule, *speed, "skip"]
 
 
 def test_errors_of_recipes_by_pattern() -> None:
