@@ -338,7 +338,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Facts, Loops, Collectives, Chec
         return model
 
     def _speed_options(self, model: nn.Module) -> dict[str, Any]:
-        """What ``plan`` is told of speed; of several processes the first one's table is for all, so that plans agree."""
+        """What ``plan`` is told of speed; of several processes the first one's table is for all, so plans agree."""
         tokens, never_slower = (self.effective["fp8_config." + key] for key in ("tokens", "never_slower"))
         options: dict[str, Any] = {"tokens": tokens, "never_slower": never_slower is not False}
         first = next(model.parameters(), None)
