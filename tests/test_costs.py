@@ -135,8 +135,12 @@ def test_the_gpus_that_are_known(tmp_path: Path):
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} <= set(known_gpus())
 
 
-def test_a_cpu_is_no_gpu():
+def test_a_cpu_is_no_gpu_even_beside_one(monkeypatch: pytest.MonkeyPatch):
     assert gpu_of(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with a GPU would say
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    assert gpu_of(torch.device("cpu")) is None
+    assert gpu_of(torch.device("meta")) == "Some GPU"
 
 
 @pytest.mark.requires(sm=80)

@@ -206,6 +206,8 @@ def test_only_what_was_measured_is_looked_up(home: Path):
     assert is_known(plain)
     assert is_known(plain.replace(name="mine", eval="fp8"))
     assert not is_known(plain.replace(name="mine").with_gemms(wgrad=False))
+    exact = recipes.Gemm(a=plain.fprop.a, b=plain.fprop.b, fast_accum=not plain.fprop.fast_accum)
+    assert not is_known(plain.replace(fprop=exact))
     assert not is_known("rowwise", frozen=True)
     assert not is_known("tensorwise")
     assert is_known(recipes.get("tensorwise", formats="E4M3"), "Tensor GPU")
