@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from acceler8.costs import BF16, CostTable, file_name, user_folder
+from acceler8.costs import BF16, CostTable, file_name, gpu_of, known_gpus, user_folder
 from acceler8.errors import RunError
 
 GRID = list(itertools.product((512, 2048, 8192), (512, 1024, 4096), (512, 4096)))
@@ -113,3 +114,36 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path):
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(RunError, match="is not JSON"):
         CostTable.load(tmp_path / "text.json")
+
+
+def test_a_derived_table_says_so_and_how(tmp_path: Path):
+    derived = synthetic(derivation="from another, by hand")
+    derived.save(tmp_path / "table.json")
+    assert CostTable.load(tmp_path / "table.json").derivation == "from another, by hand"
+    assert derived.said == "derived Some GPU table of 2026-11-30"
+    measured = synthetic(source="measured")
+    measured.save(tmp_path / "table.json")
+    assert "derivation" not in json.loads((tmp_path / "table.json").read_text())
+    assert measured.said == "Some GPU table of 2026-11-30"
+
+
+def test_the_gpus_that_are_known(tmp_path: Path):
+    for gpu in ("B GPU", "A GPU"):
+        synthetic(gpu=gpu).save(tmp_path / file_name(gpu))
+    (tmp_path / ".table.json.123").write_text("{")  # one that is being written
+    assert known_gpus([tmp_path, tmp_path / "absent"]) == ("A GPU", "B GPU")
+    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} <= set(known_gpus())
+
+
+def test_a_cpu_is_no_gpu_even_beside_one(monkeypatch: pytest.MonkeyPatch):
+    assert gpu_of(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with a GPU would say
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    assert gpu_of(torch.device("cpu")) is None
+    assert gpu_of(torch.device("meta")) == "Some GPU"
+
+
+@pytest.mark.requires(sm=80)
+def test_the_gpu_of_a_device():
+    name = torch.cuda.get_device_name(0)
+    assert gpu_of(torch.device("cuda", 0)) == gpu_of(torch.device("cuda")) == gpu_of(torch.device("meta")) == name

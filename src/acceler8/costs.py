@@ -7,8 +7,8 @@ which is exact for a power law. Outside of the grid, and where a corner was not 
 extrapolated one would look like a measured one.
 
 A file is JSON: ``format`` ("acceler8-costs"), ``version``, ``gpu``, ``torch``, ``date``, ``commit``, ``source``
-("measured", or "derived" from another table), and ``entries``, each with ``m`` (tokens), ``k`` (in_features), ``n``
-(out_features), ``recipe`` ("bf16" or a recipe's name) and ``ms``.
+("measured", or "derived" from another table, as ``derivation`` then says), and ``entries``, each with ``m`` (tokens),
+``k`` (in_features), ``n`` (out_features), ``recipe`` ("bf16" or a recipe's name) and ``ms``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from acceler8.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT, VERSION = "acceler8-costs", 1
 BF16 = "bf16"
@@ -45,6 +48,21 @@ def file_name(gpu: str) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
+def gpu_of(device: torch.device) -> str | None:
+    """The GPU that computes what lies on ``device``, by its name; on ``meta`` this process's. None for a CPU."""
+    import torch
+
+    if device.type not in ("cuda", "meta") or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(device if device.type == "cuda" else None)
+
+
+def known_gpus(folders: Iterable[Path] | None = None) -> tuple[str, ...]:
+    """Names of the GPUs that have a table: this user's and the shipped ones. Raises RunError for a damaged one."""
+    found = (user_folder(), SHIPPED) if folders is None else folders
+    return tuple(sorted({CostTable.load(path).gpu for folder in found for path in folder.glob("[!.]*.json")}))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
     """Milliseconds of a linear layer's forward and backward by recipe and shape, on one kind of GPU."""
@@ -56,6 +74,8 @@ class CostTable:
     source: str
     entries: Mapping[str, Mapping[Shape, float]]
     """Recipe, or ``bf16`` -> shape -> ms."""
+    derivation: str = ""
+    """How a derived table was made; empty for a measured one."""
     path: Path | None = field(default=None, compare=False)
     """Where it was read from."""
 
@@ -63,6 +83,11 @@ class CostTable:
     def recipes(self) -> tuple[str, ...]:
         """The recipes that were measured beside BF16."""
         return tuple(name for name in self.entries if name != BF16)
+
+    @property
+    def said(self) -> str:
+        """``NVIDIA H200 table of 2026-11-30``, with ``derived`` in front if it is."""
+        return f"{'derived ' if self.source == 'derived' else ''}{self.gpu} table of {self.date}"
 
     @classmethod
     def load(cls, path: Path | str) -> CostTable:
@@ -94,7 +119,7 @@ class CostTable:
                 raise ValueError(f"got shape {shape} with {ms} ms; allowed: positive numbers")
             entries.setdefault(str(entry["recipe"]), {})[shape] = ms
         said = {key: str(data[key]) for key in ("gpu", "torch", "date", "commit", "source")}
-        return cls(**said, entries=entries, path=path)
+        return cls(**said, derivation=str(data.get("derivation", "")), entries=entries, path=path)
 
     def save(self, path: Path | str) -> None:
         """Write the file, with one entry a line. Raises RunError if that fails."""
@@ -102,6 +127,8 @@ class CostTable:
         head = {"format": FORMAT, "version": VERSION} | {
             key: getattr(self, key) for key in ("gpu", "torch", "date", "commit", "source")
         }
+        if self.derivation:
+            head["derivation"] = self.derivation
         lines = [
             json.dumps({"m": m, "k": k, "n": n, "recipe": recipe, "ms": round(ms, 5)}, allow_nan=False)
             for recipe, by_shape in self.entries.items()
@@ -181,4 +208,4 @@ def _around(value: int, axis: list[int]) -> list[tuple[int, float]]:
     return [(low, 1.0 - share), (high, share)]
 
 
-__all__ = ["BF16", "SHIPPED", "CostTable", "file_name", "user_folder"]
+__all__ = ["BF16", "SHIPPED", "CostTable", "file_name", "gpu_of", "known_gpus", "user_folder"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import acceler8
 from acceler8 import Accelerator, recipes
+from acceler8.costs import BF16, CostTable, file_name, user_folder
 from acceler8.errors import ConfigError, NotInThisVersionError, ShapeError
 from acceler8.nn import state_of
 from acceler8.utils import (
@@ -24,6 +27,7 @@ from acceler8.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    NativeRecipeKwargs,
 )
 from tests.accelerator.ddp_parity import Stream
 from tests.accelerator.ddp_training import Model, flat
@@ -395,4 +399,40 @@ def joined() -> None:
         pass
 
 
-SCENARIOS = {work.__name__: work for work in (collectives, models, unused, amaxes, found_inf, resume, loaders, joined)}
+def cost_tables() -> None:
+    """Machines may have tables of their own; all plan by the first one's, or by none. The GPU is only a name here."""
+    shapes = [(64, k, n) for k in (16, 512) for n in (16, 512)]
+
+    def save(fp8: float) -> None:
+        entries = {BF16: dict.fromkeys(shapes, 1.0), "rowwise": dict.fromkeys(shapes, fp8)}
+        facts = {"torch": "2.11", "date": "2026-11-30", "commit": "a", "source": "measured"}
+        CostTable(gpu="Some GPU", entries=entries, **facts).save(user_folder() / file_name("Some GPU"))
+
+    def fp8_layers_of(*, never_slower: bool = True) -> int:
+        handler = NativeRecipeKwargs(tokens=64, never_slower=never_slower)
+        a = Accelerator("fp8", cpu=True, kwargs_handlers=[handler])
+        a.prepare(Model())
+        assert a.plan is not None
+        return len(a.plan.fp8_names)
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as own:
+        patch.setenv("XDG_DATA_HOME", own)
+        patch.setattr("acceler8.conversion.speed.gpu_of", lambda device: "Some GPU")
+        patch.setattr("acceler8.accelerator.accelerator.gpu_of", lambda device: "Some GPU")
+        everything = fp8_layers_of()
+        assert everything > 0
+        if rank() == 1:
+            save(2.0)
+        assert fp8_layers_of() == everything  # the first has none
+        save(2.0 if rank() == 0 else 0.5)
+        assert fp8_layers_of() == 0
+        assert fp8_layers_of(never_slower=False) == everything
+        if rank() == 1:
+            (Path(own) / "acceler8" / "cost_tables" / file_name("Some GPU")).unlink()
+        assert fp8_layers_of() == 0
+
+
+SCENARIOS = {
+    work.__name__: work
+    for work in (collectives, models, unused, amaxes, found_inf, resume, loaders, joined, cost_tables)
+}

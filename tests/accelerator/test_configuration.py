@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import acceler8
 from acceler8 import recipes
 from acceler8.accelerator import Accelerator
+from acceler8.costs import BF16, CostTable, file_name, user_folder
 from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, RecipeError
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.utils import (
@@ -320,7 +321,8 @@ def test_recipe_objects_by_pattern_run_as_they_are() -> None:
         prepared = accelerator.prepare(nn.Sequential(*model(), nn.Linear(32, 32)))
         assert recipes_of(prepared) == ["mine", "tensorwise", None]
         keys = [line.split(" = ")[0].strip() for line in str(accelerator.fp8_report()).splitlines() if " = " in line]
-        assert keys == ["mixed_precision", "backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip"]
+        schedule, speed = ["fp8_steps", "fp8_last_layers"], ["never_slower"]
+        assert keys == ["mixed_precision", "backend", "layer_recipes", *schedule, *speed, "skip"]
 
 
 def test_errors_of_recipes_by_pattern() -> None:
@@ -418,6 +420,69 @@ def test_a_window_that_is_none_is_refused_with_its_place() -> None:
         Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(fp8_steps="10")])
     with pytest.raises(ConfigError, match="fp8_steps got 5:5, which holds no step"):
         NativeRecipeKwargs(fp8_steps="5:5")
+
+
+# --- predicted speed
+
+
+@pytest.fixture
+def some_gpu(tmp_path, monkeypatch) -> None:
+    """A table in a user's folder by which the second layer of ``model`` loses; only the GPU's name is stood in for."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    shapes = [(128, 32, 64), (128, 64, 32)]
+    entries = {BF16: dict.fromkeys(shapes, 1.0), "rowwise": dict(zip(shapes, (0.5, 1.25), strict=True))}
+    facts = {"torch": "2.11.0", "date": "2026-11-30", "commit": "abc", "source": "measured"}
+    CostTable(gpu="Some GPU", entries=entries, **facts).save(user_folder() / file_name("Some GPU"))
+    for module in ("conversion.speed", "accelerator.accelerator"):
+        monkeypatch.setattr(f"acceler8.{module}.gpu_of", lambda device: "Some GPU")
+
+
+def test_tokens_leave_slower_layers_from_every_route(some_gpu, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: fp8\nfp8_config:\n  tokens: 128\n")
+    own = recipes.get("rowwise")
+    accelerators = [
+        Accelerator(cpu=True, config_file=file),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(tokens=128)]),
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(own, tokens=128)]),
+    ]
+    monkeypatch.setenv("ACCELERATE_FP8_TOKENS", "128")
+    accelerators += [Accelerator("fp8", cpu=True), Accelerator("fp8", cpu=True, recipe=own)]
+    accelerators += [Accelerator("fp8", cpu=True, recipe={"*": own})]
+    for accelerator in accelerators:
+        prepared = accelerator.prepare(model())
+        assert [name for name, _ in fp8_layers(prepared)] == ["0"]
+        assert type(prepared[1]) is nn.Linear
+    report = str(accelerators[1].fp8_report())
+    assert (
+        "predicted (Some GPU table of 2026-11-30, 128 tokens): linear layers, forward and backward, 2.00 ms" in report
+    )
+    assert "left in BF16, where FP8 would be slower: 1 layer, such as 1 (0.80x)" in report
+    assert report_line(accelerators[1], "tokens") == "tokens = 128 code NativeRecipeKwargs(tokens=)"
+    assert report_line(accelerators[-1], "tokens") == "tokens = 128 environment ACCELERATE_FP8_TOKENS"
+
+
+def test_slower_layers_stay_where_they_are_wanted(some_gpu, monkeypatch) -> None:
+    def names(**settings) -> list[str]:
+        handler = NativeRecipeKwargs(**settings)
+        prepared = Accelerator("fp8", cpu=True, kwargs_handlers=[handler]).prepare(model())
+        return [name for name, _ in fp8_layers(prepared)]
+
+    assert names(tokens=128) == ["0"]
+    assert names() == ["0", "1"]
+    assert names(tokens=128, never_slower=False) == ["0", "1"]
+    assert names(tokens=128, layer_recipes={"1": "rowwise"}) == ["0", "1"]
+    assert names(tokens=1024) == ["0", "1"]  # not in the table
+    monkeypatch.setenv("ACCELERATE_FP8_NEVER_SLOWER", "false")
+    assert names(tokens=128) == ["0", "1"]
+    monkeypatch.undo()
+    assert names(tokens=128) == ["0", "1"]  # on a CPU
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, 128.0, "many"])
+def test_tokens_that_are_none_are_refused_with_their_place(tokens) -> None:
+    with pytest.raises(ConfigError, match=r"NativeRecipeKwargs\(tokens=\).*allowed: an integer of 1 or more"):
+        Accelerator("fp8", cpu=True, kwargs_handlers=[NativeRecipeKwargs(tokens=tokens)])
 
 
 def test_a_model_converted_by_hand_follows_the_accelerators_steps() -> None:

@@ -16,6 +16,7 @@ from acceler8.bench.step import measure
 from acceler8.bench.variants import VARIANTS, Variant, find, select
 from acceler8.bench.work import Trainee, Work, plain_trainee
 from acceler8.errors import HardwareError, NotInThisVersionError, RecipeError, RunError
+from acceler8.nn import fp8_layers
 
 CPU = torch.device("cpu")
 
@@ -189,6 +190,31 @@ def test_prepared_loops_train(least: Preset, name: str):
     preset = dataclasses.replace(least, loop="prepared", parameters="float32")
     result = measure(preset, select("prepared", CPU, [name]), CPU)
     assert [row.status for row in result.rows] == ["ok"] * len(result.rows), result.rows
+
+
+def test_recipes_are_compiled_block_by_block_in_prepared_loops(least: Preset):
+    preset = dataclasses.replace(least, loop="prepared", parameters="float32", layers=2)
+    work = Work(preset, CPU)
+    variants = select("prepared", CPU, ["*-compile"], ["rowwise"])
+    found = {v.name: v for v in variants if v.group != "Accelerate"}
+    assert list(found) == ["bf16", "bf16-compile", "rowwise-compile"]
+    for name, layers in (("bf16-compile", 0), ("rowwise-compile", 14)):
+        assert found[name].is_compiled
+        model = found[name].build(work).model
+        assert [block._compiled_call_impl is not None for block in work.blocks(model)] == [True, True]
+        assert model._compiled_call_impl is None
+        assert len(list(fp8_layers(model))) == layers
+    assert "rowwise-compile" not in [v.name for v in select("prepared", CPU)]
+
+
+@pytest.mark.slow  # needs a C++ compiler, and its time
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+def test_compiled_blocks_train_in_fp8(least: Preset):
+    preset = dataclasses.replace(least, loop="prepared", parameters="float32")
+    result = measure(preset, select("prepared", CPU, ["rowwise-compile"]), CPU)
+    assert [(row.name, row.status) for row in result.rows] == [("bf16", "ok"), ("rowwise-compile", "ok")], result.rows
+    assert result.rows[1].ms is not None
 
 
 def test_the_floor_is_the_sum_of_its_parts(least: Preset):

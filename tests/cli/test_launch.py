@@ -64,7 +64,7 @@ OTHERS = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "opt_l
 NATIVE = {
     "recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True, "fp8_steps": "5:900",
     "fp8_last_layers": "0:4,1000:8,2000:all", "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
-    "save_for_backward": "fp8_compressed",
+    "save_for_backward": "fp8_compressed", "tokens": 4096, "never_slower": False,
 }  # fmt: skip
 
 

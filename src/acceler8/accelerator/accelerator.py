@@ -67,6 +67,7 @@ from acceler8.config.run_handlers import (
 )
 from acceler8.config.sources import DEFAULT, NOT_FP8, Precedence, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
+from acceler8.costs import CostTable, gpu_of
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
@@ -317,7 +318,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 self.clock.lead(state.clock)
         if not states and self.recipe is not None:
             schedule = {key: self.effective["fp8_config." + key] for key in ("fp8_steps", "fp8_last_layers")}
-            made = plan(model, self.recipe, self.backend, **schedule)
+            made = plan(model, self.recipe, self.backend, **schedule, **self._speed_options(model))
             for warning in made.warnings:
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
@@ -334,6 +335,19 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self._models.append(model)
         self._take_over_attachments()
         return model
+
+    def _speed_options(self, model: nn.Module) -> dict[str, Any]:
+        """What ``plan`` is told of speed; of several processes the first one's table is for all, so plans agree."""
+        tokens, never_slower = (self.effective["fp8_config." + key] for key in ("tokens", "never_slower"))
+        options: dict[str, Any] = {"tokens": tokens, "never_slower": never_slower is not False}
+        first = next(model.parameters(), None)
+        gpu = None if first is None else gpu_of(first.device)
+        if self.num_processes == 1 or tokens is None or gpu is None:
+            return options
+        table = self._of_first_process(CostTable.for_this_gpu(gpu))
+        if table is None:  # another process may have one, for itself; nothing is left out by it
+            return options | {"never_slower": False}
+        return options | {"costs": table}
 
     def _prepare_one(self, obj: Any) -> Any:
         if isinstance(obj, AcceleratedScheduler | AcceleratedLoader):  # of another Accelerator, or skip_first_batches
@@ -456,7 +470,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
             told = (
                 "mixed_precision",
-                *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "fp8_last_layers", "skip")),
+                *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "fp8_last_layers")),
+                *("fp8_config." + key for key in ("tokens", "never_slower", "skip")),
             )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:

@@ -93,6 +93,14 @@ class Collectives:
         dist.all_gather_object(parts, data)
         return [x for part in parts for x in part] if isinstance(data, list | tuple) else parts
 
+    def _of_first_process(self, data: Any) -> Any:
+        """The object that the first process has, in all of them."""
+        if self.processes.num_processes == 1:
+            return data
+        box, device = [data], self.processes.device
+        dist.broadcast_object_list(box, 0, device=device if device.type == "cuda" else None)
+        return box[0]
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors of all processes added up (``sum``), averaged (``mean``) or their largest (``max``), elementwise.
 

@@ -42,6 +42,7 @@ class Fp8Report:
                 now = "FP8" if window.holds(self.steps) else "high precision"
                 lines.append(f"  FP8 only in {window.said}, counted from 0; step {self.steps}, the next, is in {now}")
             lines += self._depth(plan)
+            lines += [f"  {plan.speed}"] if plan.speed is not None else []
             lines += [f"  note: {note}" for note in plan.notes] + [f"  WARNING: {w}" for w in plan.warnings]
         return lines
 

@@ -225,10 +225,11 @@ def _prepared(
         model = work.make_model()
         if recipe is not None or head_loss:
             work.with_head_loss(model)
-        if compiled:
-            compile_blocks(work, model)
         accelerator = acceler8.Accelerator(mixed_precision=precision, device=work.device, recipe=own)
-        return prepared_trainee(work, model, accelerator)
+        trainee = prepared_trainee(work, model, accelerator)
+        if compiled:
+            compile_blocks(work, trainee.model)
+        return trainee
 
     return build
 
@@ -345,12 +346,13 @@ def _register_all() -> None:
                         recipe=name, is_default=not suffix,
                     )
                 )  # fmt: skip
-        register(
-            Variant(
-                name=f"{name}-compile", group="acceler8", loops=("plain",), build=_own(name, compiled=True),
-                recipe=name, is_default=False, is_compiled=True,
-            )
-        )  # fmt: skip
+        for loop, build in (("plain", _own(name, compiled=True)), ("prepared", _prepared("fp8", name, compiled=True))):
+            register(
+                Variant(
+                    name=f"{name}-compile", group="acceler8", loops=(loop,), build=build,  # type: ignore[arg-type]
+                    recipe=name, is_default=False, is_compiled=True,
+                )
+            )  # fmt: skip
     for name, own in (("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("rowwise_with_gw_hp", "rowwise")):
         for compiled in (False, True):
             register(

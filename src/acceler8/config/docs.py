@@ -72,7 +72,7 @@ def _defaults() -> str:
 def _default(entry: Entry, backend: str) -> str:
     setting = entry.setting
     if backend in setting.defaults:
-        return f"`{setting.kind.text(setting.defaults[backend])}`"
+        return f"`{setting.text(setting.defaults[backend])}`"
     return "by recipe" if backend in setting.backends else ""
 
 

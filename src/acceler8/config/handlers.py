@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
 _OF_EVERY_RECIPE = ("pow2_scales", "save_for_backward", "skip")
-_NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers")
+_NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers", "tokens", "never_slower")
 """Settings of the native backend that no Recipe says, so that they stand beside one."""
 C = TypeVar("C", bound="SchemaHandler")
 
@@ -317,20 +317,22 @@ FP8KwargsHandler = FP8RecipeKwargs
 class NativeRecipeKwargs(RecipeHandler):
     """FP8 by acceler8's own kernels.
 
-    ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip`` and the schedule.
+    ``recipe`` is a name or a ``Recipe``, which then says everything but more layers to ``skip``, the schedule and
+    ``tokens``.
     ``margin``, ``interval`` and ``amax_*`` belong to the recipe ``delayed``. ``fp8_format`` None: the recipe's own.
     ``layer_recipes`` are ``"pattern=recipe"``, or a mapping, for single layers. A mapping as ``recipe`` is for all: a
     layer that no pattern fits is in high precision; of names it becomes ``layer_recipes``, with a ``Recipe`` in it it
     says everything. The schedule: ``fp8_steps`` is ``"START:STOP"``, outside of these steps all layers are in high
     precision; ``fp8_last_layers`` is how many of the last blocks are in FP8 from which step on, ``"0:4,1000:all"`` or a
-    mapping.
+    mapping. With ``tokens``, those of one forward on one GPU (batch x sequence), the plan predicts each layer's speed,
+    and layers that FP8 would slow down stay in BF16 unless ``never_slower`` is False.
     """
 
     BACKEND = "NATIVE"
     PATHS = _paths(
         *("recipe", "layer_recipes", "fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo"),
         *("override_linear_precision", "use_autocast_during_eval", "skip", "pow2_scales", "save_for_backward"),
-        *("fp8_steps", "fp8_last_layers"),
+        *_NOT_OF_A_RECIPE,
     )
 
     recipe: str | Recipe | LayerRecipes | Mapping[str, str | Recipe | None] | None = None
@@ -347,6 +349,8 @@ class NativeRecipeKwargs(RecipeHandler):
     layer_recipes: Iterable[str] | Mapping[str, str | None] | None = None
     fp8_steps: str | None = None
     fp8_last_layers: str | Mapping[Any, Any] | None = None
+    tokens: int | None = None
+    never_slower: bool | None = None
 
     def __post_init__(self) -> None:
         self._spread_mapping()
@@ -365,7 +369,7 @@ class NativeRecipeKwargs(RecipeHandler):
         if extra := [n for n in self.PATHS if n not in beside and getattr(self, n) is not None]:
             raise ConfigError(
                 f"{self._source(extra[0]).where}: got {getattr(self, extra[0])!r} beside a Recipe, which says it"
-                f" already; allowed: a Recipe, skip, {' and '.join(_NOT_OF_A_RECIPE)}; change the Recipe with"
+                f" already; allowed: a Recipe, skip, {', '.join(_NOT_OF_A_RECIPE)}; change the Recipe with"
                 f" replace(), or name it: {recipe.name!r}"
             )
         values = _object_values(recipe)

@@ -113,6 +113,27 @@ class Fp8Config(Section):
             defaults={"NATIVE": "0:all"},
         ),
     ] = None
+    tokens: A[
+        int | None,
+        _fp8(
+            "tokens",
+            kind=Int(1),
+            help="Tokens of one forward on one GPU (batch x sequence), for which the speed of layers is predicted.",
+            backends=("NATIVE",),
+            defaults={"NATIVE": None},
+        ),
+    ] = None
+    never_slower: A[
+        bool | None,
+        _fp8(
+            "never_slower",
+            kind=Bool(),
+            help="With tokens: leave layers in BF16 that FP8 would slow down, by the cost table of this GPU.",
+            backends=("NATIVE",),
+            defaults={"NATIVE": True},
+            is_bare=True,
+        ),
+    ] = None
     skip: A[
         tuple[str, ...] | None,
         _fp8(

@@ -3,7 +3,8 @@
 One row for each layer that multiplies: every ``nn.Linear`` (and subclass), and every other module with a
 weight matrix of its own, so that a model whose work sits elsewhere (Conv1D, fused experts) shows it. FLOPs
 are per token: 2 per weight and GEMM, for fprop, dgrad and (if the weight is trained) wgrad; attention and
-convolution windows are not counted.
+convolution windows are not counted. With a cost table and a number of tokens rows have milliseconds too, and a layer
+that FP8 would slow down stays in BF16 (``speed``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import difflib
 import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +26,8 @@ from acceler8.conversion.blocks import block_of, find_blocks
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.conversion.fusions import find_fusions
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
+from acceler8.conversion.speed import Forecast, Prediction, Speed, check_tokens, find_costs, ms, times
+from acceler8.costs import CostTable
 from acceler8.errors import PlanError, unknown_name
 from acceler8.nn import NormKind
 from acceler8.nn.class_change import plain_type
@@ -32,7 +36,7 @@ from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, 
 from acceler8.scaling import LastLayers, StepWindow, check_schedule
 
 LOW_COVERAGE = 0.1
-_LATER_KEYS = ("fp8_steps", "fp8_last_layers", "blocks", "fusions")  # which a plan of an earlier version lacks
+_LATER_KEYS = ("fp8_steps", "fp8_last_layers", "blocks", "fusions", "speed")  # which a plan of an earlier version lacks
 _SHOWN = 40  # names in an error message
 
 
@@ -51,6 +55,15 @@ class PlanRow:
     reason: str
     recipe: str = ""
     """Name of the layer's recipe; empty in high precision."""
+    bf16_ms: float | None = None
+    """Predicted forward and backward in BF16, of layers that run as one its part; None: not predicted."""
+    fp8_ms: float | None = None
+    """The same by the recipe; None also for a layer that stays in high precision for another reason than speed."""
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as BF16 the recipe is; None if not predicted."""
+        return self.bf16_ms / self.fp8_ms if self.bf16_ms and self.fp8_ms else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +103,8 @@ class Plan:
     """How many of the last ``blocks`` are in FP8 from which step on; None: all from the first."""
     blocks: tuple[str, ...] = ()
     """Names of the model's blocks, first to last; looked for only if ``fp8_last_layers`` counts them."""
+    speed: Speed | None = None
+    """What a cost table predicts of all rows; None: nothing was predicted."""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -142,6 +157,7 @@ class Plan:
             "fusions": [dataclasses.asdict(fusion) | {"layers": list(fusion.layers)} for fusion in self.fusions],
             "fp8_last_layers": None if self.fp8_last_layers is None else str(self.fp8_last_layers),
             "blocks": list(self.blocks),
+            "speed": None if self.speed is None else dataclasses.asdict(self.speed),
             "rows": rows,
         }
 
@@ -158,9 +174,11 @@ class Plan:
             rows = tuple(PlanRow(**(row | {"shape": tuple(row["shape"])})) for row in data["rows"])
             totals = Totals(**data["totals"])
             fusions = tuple(_fusion(f) for f in data.get("fusions", ()))
+            speed = Speed(**data["speed"]) if data.get("speed") is not None else None
         except (KeyError, TypeError) as error:
             raise PlanError(
-                f"a row or the totals of the plan, or a fusion, are not as Plan.to_dict() writes them: {error}"
+                f"a row or the totals of the plan, its speed or a fusion, are not as Plan.to_dict() writes them:"
+                f" {error}"
             ) from None
         for fusion in fusions:
             if fusion.kind not in KINDS:
@@ -176,6 +194,7 @@ class Plan:
                 "fusions": fusions,
                 "fp8_last_layers": _last_layers(data.get("fp8_last_layers")),
                 "blocks": tuple(data.get("blocks", ())),
+                "speed": speed,
                 "rows": rows,
             }
         )
@@ -195,6 +214,10 @@ def plan(
     fp8_last_layers: str | Mapping[Any, Any] | LastLayers | None = None,
     save_for_backward: str | None = None,
     fuse: bool = True,
+    tokens: int | None = None,
+    costs: CostTable | Path | str | None = None,
+    gpu: str | None = None,
+    never_slower: bool = True,
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
@@ -209,10 +232,17 @@ def plan(
     Both must allow a step. ``save_for_backward``, ``fp8``, ``fp8_compressed`` or ``bf16``, is what stays of activations
     until backward, in place of what the recipe says, or each recipe. ``fuse=False`` runs each layer by itself, where
     otherwise those that read one activation share its codes, a gated MLP is one operation, and norms hand on codes.
+    ``tokens`` is how many tokens (batch x sequence) one forward on one GPU has. With it and a cost table each row has
+    predicted milliseconds, and a layer that would be slower in FP8 than in BF16 stays in BF16, unless a pattern of the
+    recipe other than ``*`` or ``filter_fn`` asks for it, its recipe multiplies nothing in FP8 (and only saves memory),
+    or ``never_slower`` is False. The table is that of the model's GPU, ``costs`` (or its file), or that of another
+    ``gpu`` by name, such as ``"NVIDIA H200"``. What it does not know stays in FP8.
     Raises: RecipeError for an unknown recipe, or a schedule that is none; PlanError for an unknown backend, a skip name
         or pattern that fits no layer (the nearest layer is named), a model that is already converted, or a lazy one
-        that never ran; with ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8.
+        that never ran; with ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8; for
+        ``tokens`` that are none, and a GPU without a table. RunError for a cost table that cannot be read.
     """
+    check_tokens(tokens, never_slower)
     recipe, window, last_layers = resolve_layers(recipe), _window(fp8_steps), _last_layers(fp8_last_layers)
     check_schedule(window, last_layers)
     if save_for_backward is not None:
@@ -254,10 +284,109 @@ def plan(
         elif not _what_is_fp8(own, weights[0].requires_grad):
             reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
         rows.append(_row(name, module, weights, reason, own))
-    fp8 = {module_name(row.name): recipe_of_layer(recipe, module_name(row.name))[1] for row in rows if row.is_fp8}
+    table, notes = find_costs(costs, gpu, tokens, _device_of(model)) if engine.name == "native" else (None, [])
+    forecast = Forecast(table, tokens) if table is not None and tokens is not None else None
+    asked = {row.name for row in rows if filter_fn is not None or _is_asked_for(recipe, row.name)}
+    kept = {row.name for row in rows if row.is_fp8} if not never_slower else asked
+    rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, fuse and engine.fuses)
+    made = _finish(model, recipe, engine, rows, window, fusions)
+    made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
+    return _by_depth(model, made, last_layers)
+
+
+def _predict(
+    model: nn.Module,
+    recipe: Recipe | LayerRecipes,
+    rows: list[PlanRow],
+    forecast: Forecast | None,
+    kept: set[str],
+    fuses: bool,
+) -> tuple[list[PlanRow], tuple[Fusion, ...], Speed | None]:
+    """The rows with what is predicted, the fusions of those that become FP8, and the sum.
+
+    Rows that FP8 would slow down are left, but for those in ``kept``. A layer that goes may part those that ran with it
+    as one, so they are asked again until none goes.
+    """
+    modules = dict(model.named_modules())
+    linears = {row.name: m for row in rows if isinstance(m := modules[module_name(row.name)], nn.Linear)}
+    fp8 = {row.name: recipe_of_layer(recipe, module_name(row.name))[1] for row in rows if row.is_fp8}
     recipes = {name: own for name, own in fp8.items() if own is not None}
-    fusions = find_fusions(model, recipes) if fuse and engine.fuses else ()
-    return _by_depth(model, _finish(model, recipe, engine, rows, window, fusions), last_layers)
+    left: dict[str, Prediction] = {}
+    while True:
+        named = {module_name(name): own for name, own in recipes.items()}
+        fusions = find_fusions(model, named) if fuses else ()
+        if forecast is None:
+            return rows, fusions, None
+        found = forecast.of_layers({module_name(n): m for n, m in linears.items()}, named, fusions)
+        found = {row_name(name): prediction for name, prediction in found.items()}
+        saves_memory = {name for name, own in recipes.items() if not own.fp8_gemms}
+        slower = {n: p for n, p in found.items() if p.is_slower and n not in kept and n not in saves_memory}
+        if not slower:
+            break
+        left |= slower
+        recipes = {name: own for name, own in recipes.items() if name not in slower}
+    rows = [_timed(row, linears.get(row.name), forecast, found.get(row.name), left.get(row.name)) for row in rows]
+    return rows, fusions, _speed(rows, forecast)
+
+
+def _timed(
+    row: PlanRow, layer: nn.Linear | None, forecast: Forecast, stays: Prediction | None, goes: Prediction | None
+) -> PlanRow:
+    """The row with its milliseconds; in BF16 if it ``goes``."""
+    if (found := stays or goes) is None:
+        is_plain = layer is not None and not row.is_fp8
+        return dataclasses.replace(row, bf16_ms=forecast.bf16_ms(layer) if is_plain and layer is not None else None)
+    row = dataclasses.replace(row, bf16_ms=found.bf16_ms * found.share, fp8_ms=found.fp8_ms * found.share)
+    if goes is None:
+        return row
+    return dataclasses.replace(row, is_fp8=False, recipe="", reason=goes.reason(forecast.table))
+
+
+def _speed(rows: list[PlanRow], forecast: Forecast) -> Speed:
+    known = [(row, row.bf16_ms) for row in rows if row.bf16_ms is not None]
+    return Speed(
+        table=forecast.table.said,
+        gpu=forecast.table.gpu,
+        source=forecast.table.source,
+        tokens=forecast.tokens,
+        bf16_ms=sum(bf16 for _, bf16 in known),
+        planned_ms=sum((row.fp8_ms if row.is_fp8 else None) or bf16 for row, bf16 in known),
+        fp8_bf16_ms=sum(bf16 for row, bf16 in known if row.is_fp8),
+        unknown=len(rows) - len(known),
+    )
+
+
+def _speed_notes(rows: list[PlanRow], speed: Speed | None) -> list[str]:
+    """What was left because of its speed, and what was kept in spite of it."""
+    if speed is None:
+        return []
+    left = [row for row in rows if not row.is_fp8 and row.fp8_ms is not None]
+    slow = [row for row in rows if row.is_fp8 and row.gain is not None and row.gain < 1]
+    notes = []
+    if left:
+        notes.append(f"left in BF16, where FP8 would be slower: {_counted(left)}; never_slower=False makes them FP8")
+    if slow:
+        notes.append(
+            f"slower in FP8, and FP8 all the same (asked for by pattern, filter_fn or never_slower=False, or to save"
+            f" memory): {_counted(slow)}"
+        )
+    return notes
+
+
+def _counted(rows: list[PlanRow]) -> str:
+    first = rows[0]
+    return f"{len(rows)} layer{'s' * (len(rows) > 1)}, such as {first.name} ({times(first.gain or 1.0)})"
+
+
+def _is_asked_for(recipe: Recipe | LayerRecipes, row: str) -> bool:
+    """True if a pattern names the layer, and not all of them."""
+    pattern, own = recipe_of_layer(recipe, module_name(row))
+    return own is not None and pattern != "*"
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
 
 
 def _by_depth(model: nn.Module, made: Plan, last_layers: LastLayers | None) -> Plan:
@@ -433,8 +562,7 @@ def _finish(
     window: StepWindow | None,
     fusions: tuple[Fusion, ...],
 ) -> Plan:
-    first = next(model.parameters(), None)
-    device = first.device if first is not None else torch.device("cpu")
+    device = _device_of(model)
     fp8 = [row for row in rows if row.is_fp8]
     totals = Totals(
         fp8_layers=len(fp8),
@@ -493,12 +621,16 @@ def render(plan: Plan, width: int = 120) -> str:
     has_several = not isinstance(plan.recipe, Recipe)  # else the title says it
     by_depth = plan.fp8_last_layers is not None
     columns = ("layer", "type", "shape", "FP8", *(("from step",) if by_depth else ()))
-    for column in (*columns, *(("recipe",) if has_several else ()), "why"):
-        table.add_column(column, justify="right" if column == "shape" else "left", overflow="fold")
+    timed = ("BF16 ms", "FP8 ms", "gain") if plan.speed is not None else ()
+    for column in (*columns, *(("recipe",) if has_several else ()), *timed, "why"):
+        justify: Literal["left", "right"] = "right" if column in ("shape", "BF16 ms", "FP8 ms") else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for row in plan.rows:
         cells = [row.name, row.type, "x".join(map(str, row.shape)), "yes" if row.is_fp8 else "no"]
         cells += [_from_step(plan, row)] if by_depth else []
-        table.add_row(*cells, *((row.recipe,) if has_several else ()), row.reason)
+        cells += [row.recipe] if has_several else []
+        cells += _times_of(row) if timed else []
+        table.add_row(*cells, row.reason)
     out = io.StringIO()
     # names and reasons hold brackets and colons, which are not markup
     console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)
@@ -510,6 +642,8 @@ def render(plan: Plan, width: int = 120) -> str:
         f" ({t.flops_share:.0%})",
         soft_wrap=True,
     )
+    if plan.speed is not None:
+        console.print(str(plan.speed), soft_wrap=True)
     if plan.fp8_steps is not None:
         console.print(f"only in {plan.fp8_steps.said}, counted from 0; high precision outside", soft_wrap=True)
     for line in (*_stages(plan), *_fusions_said(plan.fusions)):
@@ -519,6 +653,14 @@ def render(plan: Plan, width: int = 120) -> str:
     for warning in plan.warnings:
         console.print(f"WARNING: {warning}", soft_wrap=True)
     return out.getvalue().rstrip()
+
+
+def _times_of(row: PlanRow) -> list[str]:
+    """``BF16 ms``, ``FP8 ms`` and ``gain`` in a table."""
+    if row.is_fp8 and row.gain is None:
+        return ["", "", "not in the table"]
+    cells = ["" if value is None else ms(value) for value in (row.bf16_ms, row.fp8_ms)]
+    return [*cells, "" if row.gain is None else times(row.gain)]
 
 
 def _from_step(plan: Plan, row: PlanRow) -> str:
