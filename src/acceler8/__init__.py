@@ -20,6 +20,7 @@ _EXPORTS: dict[str, str] = {
     "FullyShardedDataParallelPlugin": "acceler8.utils",
     "GradScalerKwargs": "acceler8.utils",
     "GradientAccumulationPlugin": "acceler8.utils",
+    "GraphedStep": "acceler8.conversion",
     "InitProcessGroupKwargs": "acceler8.utils",
     "NativeRecipeKwargs": "acceler8.utils",
     "Plan": "acceler8.conversion",
@@ -45,6 +46,7 @@ _EXPORTS: dict[str, str] = {
 if TYPE_CHECKING:
     from acceler8.accelerator import Accelerator
     from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
+    from acceler8.conversion.graphed_step import GraphedStep
     from acceler8.conversion.head_loss import fused_head_loss
     from acceler8.conversion.plan import Plan, plan
     from acceler8.conversion.verify import verify
@@ -78,6 +80,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "GraphedStep",
     "InitProcessGroupKwargs",
     "NativeRecipeKwargs",
     "Plan",

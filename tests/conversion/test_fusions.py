@@ -18,7 +18,9 @@ from acceler8 import recipes
 from acceler8.conversion import Plan, fusions
 from acceler8.conversion.fusions import GatedMLP, find_gated_mlp, recognise
 from acceler8.errors import PlanError, VerifyError
-from acceler8.nn import FusedGatedMLP, NormKind
+from acceler8.functional import LinearSlots
+from acceler8.nn import FusedGatedMLP, NormKind, state_of
+from acceler8.scaling import LINE, AmaxSlot
 from tests.models import batch
 
 SIZES = {
@@ -562,7 +564,7 @@ def test_verify_finds_a_step_that_goes_on_with_old_codes():
 def test_verify_finds_scales_that_are_not_shared():
     model, optimizer, _ = training("delayed")
     layer = model[0].b._acceler8_layer
-    layer.places = (3, 4, 5)
+    layer.slots = LinearSlots(*(AmaxSlot(state_of(model).amax, LINE + i) for i in range(3)))
     with pytest.raises(VerifyError, match="layers: gate and up of '0' have different amax slots and are cast as one"):
         acceler8.verify(model, optimizer)
     assert isinstance(model[0], FusedGatedMLP)

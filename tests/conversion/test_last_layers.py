@@ -16,7 +16,7 @@ from acceler8.conversion import Plan
 from acceler8.errors import PlanError, RecipeError, VerifyError
 from acceler8.nn import fp8_layers, state_of
 from acceler8.parallel.fp8_all_gather import gather_in_fp8
-from acceler8.scaling import LastLayers, StepClock
+from acceler8.scaling import LINE, LastLayers, StepClock
 from tests.models import Mlp, assert_equal, batch, differs, outcome
 
 DEPTH = 4
@@ -146,11 +146,11 @@ def test_codes_are_kept_in_a_window_by_the_layers_that_are_on():
 def test_histories_of_layers_that_are_not_on_yet_stay_empty():
     model = deep("1:1,3:all", recipes.get("delayed", interval=5))
     amax = state_of(model).amax
-    columns = {name.rpartition(".")[0]: i // 3 for i, name in enumerate(amax.names)}
+    columns = {name.rpartition(".")[0]: i // LINE for i, name in enumerate(amax.names)}
     for step in range(5):
         outcome(model, batch(seed=step))
         acceler8.step(model)
-        fed = {name for name, i in columns.items() if bool((amax.data[1, 3 * i : 3 * i + 3] > 0).all())}
+        fed = {name for name, i in columns.items() if bool((amax.data[1, LINE * i : LINE * i + 3] > 0).all())}
         if step < 1:
             assert not amax.data.any()
         elif step < 3:

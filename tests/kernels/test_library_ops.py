@@ -48,7 +48,13 @@ def test_opcheck_quantize_delayed(device):
     x = make("gaussian", 33, 48, torch.bfloat16).to(device)
     amax, staging = torch.tensor([2.0], device=device), torch.tensor([1.0], device=device)
     for rows, cols, statistics in (("E4M3", "E5M2", True), ("E4M3", "", False), ("", "E4M3", True)):
-        opcheck(torch.ops.acceler8.quantize_delayed.default, (x, amax, staging, rows, cols, False, 1, statistics))
+        args = (x, amax, staging, rows, cols, False, 1, statistics)
+        # not the schema check: that it maxes into staging is on purpose not declared, and its version stands still
+        opcheck(torch.ops.acceler8.quantize_delayed.default, args, TRACED)
+    staging = torch.tensor([1.0], device=device)
+    torch.ops.acceler8.quantize_delayed.default(x, amax, staging, "E4M3", "", False, 1, False)
+    assert staging.item() == x.abs().max().item()
+    assert staging._version == 0
 
 
 @on_each_device

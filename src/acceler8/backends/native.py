@@ -15,6 +15,7 @@ from torch import nn
 
 from acceler8.backends.fusion import Fusion
 from acceler8.errors import PlanError
+from acceler8.functional import LinearSlots
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
 from acceler8.nn import (
     Fp8Linear,
@@ -34,7 +35,7 @@ from acceler8.nn import (
 )
 from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
-from acceler8.scaling import AmaxState
+from acceler8.scaling import LINE, AmaxSlot, AmaxState
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROLES = ("x", "w", "dy")
@@ -106,8 +107,11 @@ class NativeBackend:
         for name, module, recipe in layers:
             layer = made[name] = LayerState(name, recipe, state.clock, schedule=state.schedules.get(name))
             if recipe.is_delayed:
-                layer.amax, layer.places = amax, (slots, slots + 1, slots + 2)
-                slots += len(ROLES)
+                assert amax is not None
+                layer.amax = amax
+                x, w, dy = (AmaxSlot(amax, slots + i) for i in range(len(ROLES)))
+                layer.slots = LinearSlots(x, w, dy)
+                slots += LINE
             state.codes.append(layer.codes)
             module.__dict__["_acceler8_layer"] = layer
             swap_class(module, nn.Linear, Fp8Linear)
@@ -175,10 +179,12 @@ def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerS
         first, *others = (layers[name] for name in fusion.layers[: -1 if fusion.kind == "gated MLP" else None])
         for layer in (first, *others):
             layer.readers = 1 + len(others)
-        for layer in others if first.amax is not None else ():
+        for layer in others:
+            if first.slots is None or layer.slots is None:
+                continue
             shared = ROLES[:1] if fusion.kind == "shared input" else ROLES
-            pairs += list(zip(layer.places[: len(shared)], first.places, strict=False))
-            layer.places = (*first.places[: len(shared)], *layer.places[len(shared) :])  # type: ignore[assignment]
+            pairs += [(getattr(layer.slots, role).index, getattr(first.slots, role).index) for role in shared]
+            layer.slots = layer.slots._replace(**{role: getattr(first.slots, role) for role in shared})
     if amax is not None:
         amax.share(pairs)
 
@@ -199,5 +205,6 @@ def _amax_state(layers: list[tuple[str, nn.Module, Recipe]]) -> AmaxState | None
         )
     (device,) = devices
     device = device if device.type != "meta" else torch.device("cpu")
-    names = [f"{name}.{role}" for name, _, _ in layers for role in ROLES]
+    # a line a layer, so the fourth place stays empty
+    names = [f"{name}.{role}" for name, _, _ in layers for role in (*ROLES, "-")]
     return AmaxState(names, scaling.amax_history_len, scaling.amax_compute_algo, scaling.interval, device)

@@ -110,7 +110,7 @@ def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
         if not _runs_own_forward(layer)
     ]
     for name, mlp in fused_mlps(model):
-        wide = [layers[n]._acceler8_layer.places for n in _names(mlp)[:-1] if n in layers]
+        wide = [layers[n]._acceler8_layer.slots for n in _names(mlp)[:-1] if n in layers]
         if state.amax is not None and len(set(wide)) > 1:
             bad.append(
                 f"gate and up of {name!r} have different amax slots and are cast as one; convert the model again"

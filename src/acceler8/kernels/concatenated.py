@@ -173,7 +173,7 @@ def _concatenated_delayed_fake(
 
 
 def _in_four_places(out: list[Tensor], w: Tensor, rows: str, cols: str) -> _Four:
-    """Fixed places, empty tensors for what was not asked, as ``quantize`` has them for torch.compile."""
+    """Fixed places, empty tensors for what was not asked, as ``quantize`` has them."""
     none = [w.new_empty(0), w.new_empty(0)]
     of_rows, of_cols = out[:2] if rows else none, out[-2:] if cols else none
     return of_rows[0], of_rows[1], of_cols[0], of_cols[1]
@@ -185,7 +185,7 @@ library.define(
 library.impl("quantize_concatenated", _concatenated, "CompositeExplicitAutograd")
 torch.library.register_fake("acceler8::quantize_concatenated", _concatenated_fake, lib=library)
 library.define(
-    "quantize_concatenated_delayed(Tensor[] weights, Tensor amax, Tensor(a!) staging, str rows, str cols, bool pow2,"
+    "quantize_concatenated_delayed(Tensor[] weights, Tensor amax, Tensor staging, str rows, str cols, bool pow2,"
     " int margin) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.impl("quantize_concatenated_delayed", _concatenated_delayed, "CompositeExplicitAutograd")

@@ -130,8 +130,8 @@ def _gated_backward_fake(
     return [*out, d] if high_precision else out
 
 
-# torch.compile takes an op that mutates an argument only if its results are single tensors, not a list: fixed places,
-# empty tensors for what was not asked
+# With delayed scaling, which maxes into staging as quantize's op does: fixed places, empty tensors for what was not
+# asked
 
 
 def _in_places(out: list[Tensor], asked: tuple[str, ...], high_precision: bool, x: Tensor) -> tuple[Tensor, ...]:
@@ -189,7 +189,7 @@ for _name, _schema, _function, _fake in (
     ),
     (
         "gated_delayed",
-        "(Tensor gate_up, Tensor amax, Tensor(a!) staging, str activation, str rows, str cols, bool pow2, int margin,"
+        "(Tensor gate_up, Tensor amax, Tensor staging, str activation, str rows, str cols, bool pow2, int margin,"
         " bool high_precision) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _gated_delayed,
         _gated_delayed_fake,
@@ -203,7 +203,7 @@ for _name, _schema, _function, _fake in (
     ),
     (
         "gated_backward_delayed",
-        "(Tensor d_act, Tensor gate_up, Tensor amax, Tensor(a!) staging, Tensor act_amax, Tensor(b!) act_staging,"
+        "(Tensor d_act, Tensor gate_up, Tensor amax, Tensor staging, Tensor act_amax, Tensor act_staging,"
         " str activation, str rows, str cols, str act_cols, bool pow2, int margin, bool high_precision)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         _gated_backward_delayed,

@@ -222,7 +222,7 @@ library.define(f"norm(Tensor x, Tensor? weight, Tensor? bias, {_OPTIONS}) -> {_R
 library.impl("norm", _norm, "CompositeExplicitAutograd")
 torch.library.register_fake("acceler8::norm", _norm_fake, lib=library)
 library.define(
-    f"norm_delayed(Tensor x, Tensor? weight, Tensor? bias, Tensor amax, Tensor(a!) staging, {_OPTIONS}) -> {_RESULTS}"
+    f"norm_delayed(Tensor x, Tensor? weight, Tensor? bias, Tensor amax, Tensor staging, {_OPTIONS}) -> {_RESULTS}"
 )
 library.impl("norm_delayed", _norm_delayed, "CompositeExplicitAutograd")
 torch.library.register_fake("acceler8::norm_delayed", _norm_delayed_fake, lib=library)

@@ -96,7 +96,7 @@ def cast_ref(
     """Both orientations by reference: ``[codes, scale_inv]`` of ``rows``, of ``cols``, statistics, as asked."""
     out: list[Tensor] = []
     if staging is not None:
-        torch.maximum(staging, group_amax(x, TENSORWISE), out=staging)
+        stage(staging, group_amax(x, TENSORWISE))
     packed = of_cols = None
     if rows is not None:
         codes, scale_inv, packed = quantize_ref(x, rows, granularity, **options)
@@ -114,7 +114,18 @@ def cast_ref(
     return out if packed is None else [*out, packed]
 
 
+def stage(staging: Tensor, amax: Tensor) -> None:
+    """Max ``amax`` [] into ``staging`` [1] unseen: its version does not change, as it does not for a kernel."""
+    unseen = staging.data
+    torch.maximum(unseen, amax, out=unseen)
+
+
 # The library ops. A format is its name, or "" where that orientation is not wanted.
+#
+# Those of delayed scaling max into ``staging`` and do not declare it. Declared, torch.compile makes the change itself:
+# it saves the state for backward and finds it changed by the next block or the next micro-batch, or writes back what it
+# read before another call staged more. Undeclared is right because nothing in a step reads staging and a maximum may
+# be taken in any order and twice. It needs that no copy of ``staging`` is made on the way: see ``AmaxState``.
 
 
 def _cast(
@@ -168,10 +179,7 @@ def _cast_delayed_fake(
 
 
 def _in_five_places(out: list[Tensor], x: Tensor, rows: bool, cols: bool) -> _Five:
-    """Fixed places, empty tensors for what was not asked.
-
-    torch.compile takes an op that mutates an argument only if its results are single tensors, not a list.
-    """
+    """Fixed places, empty tensors for what was not asked."""
     none = [x.new_empty(0), x.new_empty(0)]
     of_rows = out[:2] if rows else none
     of_cols = out[2 * rows : 2 * rows + 2] if cols else none
@@ -186,7 +194,7 @@ library.define(
 library.impl("quantize", _cast, "CompositeExplicitAutograd")
 torch.library.register_fake("acceler8::quantize", cast_fake, lib=library)
 library.define(
-    "quantize_delayed(Tensor x, Tensor amax, Tensor(a!) staging, str rows_fmt, str cols_fmt, bool pow2, int margin,"
+    "quantize_delayed(Tensor x, Tensor amax, Tensor staging, str rows_fmt, str cols_fmt, bool pow2, int margin,"
     " bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.impl("quantize_delayed", _cast_delayed, "CompositeExplicitAutograd")

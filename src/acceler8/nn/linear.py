@@ -19,7 +19,7 @@ from acceler8.functional import LinearSlots, WeightCodes, linear
 from acceler8.functional.call import Observer
 from acceler8.nn.group import LinearGroup
 from acceler8.recipes import Recipe
-from acceler8.scaling import AmaxSlot, AmaxState, Schedule, StepClock
+from acceler8.scaling import AmaxState, Schedule, StepClock
 
 _log = logging.getLogger("acceler8")
 _UNMARKED_CALLS = 256
@@ -34,8 +34,8 @@ class LayerState:
     clock: StepClock
     codes: WeightCodes = field(default_factory=WeightCodes)
     amax: AmaxState | None = None
-    places: tuple[int, int, int] = (0, 0, 0)
-    """Columns of x, w and dy in the amax state."""
+    slots: LinearSlots | None = None
+    """This layer's places in the model's amax state; None for current scaling."""
     readers: int = 1
     """Layers that read the same activation, this one included."""
     group: LinearGroup | None = None
@@ -44,14 +44,6 @@ class LayerState:
     evaluates_in_fp8: bool = False
     schedule: Schedule | None = None
     unmarked_calls: int = 0
-
-    @property
-    def slots(self) -> LinearSlots | None:
-        """This layer's places in the model's amax state; None for current scaling."""
-        if self.amax is None:
-            return None
-        x, w, dy = (AmaxSlot(self.amax, place) for place in self.places)
-        return LinearSlots(x, w, dy)
 
     def is_fp8(self, training: bool) -> bool:
         """True if a forward now computes by the recipe: in its schedule's window, and evaluations if they are to."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acceler8.errors import PlanError
 from acceler8.nn.linear import Fp8Linear
-from acceler8.scaling import AmaxState, Schedule, StepClock
+from acceler8.scaling import LINE, AmaxState, Schedule, StepClock
 
 ATTRIBUTE = "_acceler8_model"
 
@@ -153,5 +153,5 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor], *, strict: b
 
 def _places(amax: AmaxState) -> dict[str, slice]:
     """Columns of the amax state by the name that a checkpoint gives them."""
-    layers = [name.rpartition(".")[0] for name in amax.names[::3]]  # slots are named "<layer>.x", ".w", ".dy"
-    return {f"{layer}.amax".lstrip("."): slice(3 * i, 3 * i + 3) for i, layer in enumerate(layers)}
+    layers = [name.rpartition(".")[0] for name in amax.names[::LINE]]  # "<layer>.x", ".w", ".dy", and an empty one
+    return {f"{layer}.amax".lstrip("."): slice(LINE * i, LINE * i + 3) for i, layer in enumerate(layers)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from acceler8.scaling.clock import StepClock
-from acceler8.scaling.delayed import AmaxSlot, AmaxState
+from acceler8.scaling.delayed import LINE, AmaxSlot, AmaxState
 from acceler8.scaling.granularity import (
     GRANULARITIES,
     ROWWISE,
@@ -22,6 +22,7 @@ from acceler8.scaling.schedule import LastLayers, Schedule, StepWindow, check_sc
 __all__ = [
     "AMAX_FLOOR",
     "GRANULARITIES",
+    "LINE",
     "ROWWISE",
     "TENSORWISE",
     "AmaxSlot",

@@ -15,12 +15,15 @@ takes the tensor's own amax (current scaling) instead of scale 1.
 
 It is not a module buffer: ``model.bfloat16()`` would round it and DDP would overwrite it.
 
+``torch.compile`` gets the first two rows of four slots at a time, those of a layer (``AmaxLine``): blocks of a model
+that are alike then share one compiled graph, which they would not if a slot's number were a constant in it. And casts
+max into staging without declaring it (see ``kernels/quantize.py``), so that no block's casts count as a change of what
+another block saved for backward.
+
 Source: Micikevicius et al. 2022, arXiv:2209.05433; TransformerEngine `delayed_scaling.cu` for names and order.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,6 +31,22 @@ from torch import Tensor
 from acceler8.scaling.schedule import Schedule
 
 STAGING, IN_USE, HISTORY = 0, 1, 2
+LINE = 4
+"""Slots of a line, 16 bytes: where compiled code found one input aligned to so much it expects that of all, and copies
+one that is not. What a cast stages into a copy would be lost.
+"""
+
+
+class AmaxLine:
+    """``values`` [2, LINE]: staging and amax in use of neighbouring slots, in the memory of the state (narrower at its
+    end). The same object for as long as the state lives, wherever that moves.
+    """
+
+    values: Tensor
+
+    def __getstate__(self) -> dict[str, object]:
+        """Nothing: the state that is copied or unpickled says where its lines are."""
+        return {}
 
 
 class AmaxState:
@@ -40,11 +59,29 @@ class AmaxState:
         self.schedules: list[Schedule] = []
         self._followers: tuple[Tensor, Tensor] | None = None
         self.data = torch.zeros(HISTORY + history_len, len(names), dtype=torch.float32, device=device)
+        self._lines = [AmaxLine() for _ in range(0, len(names), LINE)]
+        self._find_lines()
+
+    def _find_lines(self) -> None:
+        for line, columns in zip(self._lines, self.data[:HISTORY].split(LINE, dim=1), strict=True):
+            line.values = columns.data  # no view to autograd: a step boundary is no change of it
+            # what torch._dynamo.mark_static_address does, without importing a compiler: graphs that Inductor captures
+            # on a GPU read and write it where it is, and not in a copy of their inputs
+            line.values._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+    def line(self, slot: int) -> AmaxLine:
+        """The line that holds ``slot``, in column ``slot % LINE``."""
+        return self._lines[slot // LINE]
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._find_lines()
 
     def to(self, device: torch.device) -> None:
         """Move the state. A meta device is ignored: there is nothing to keep there."""
         if device.type != "meta" and device != self.data.device:
             self.data = self.data.to(device)
+            self._find_lines()
             if self._followers is not None:
                 own, of = self._followers
                 self._followers = own.to(device), of.to(device)
@@ -89,19 +126,25 @@ class AmaxState:
             self.data[:, slots] = self.data[:, others]
 
 
-@dataclass(frozen=True)
 class AmaxSlot:
-    """One operand's place in an AmaxState."""
+    """One operand's place in an AmaxState. Equal to every other slot of the same place."""
 
-    state: AmaxState
-    index: int
+    def __init__(self, state: AmaxState, index: int) -> None:
+        self.state, self.index = state, index
+        self._line, self._column = state.line(index), index % LINE
 
     @property
     def staging(self) -> Tensor:
         """[1] FP32 view that casts max the tensor's amax into."""
-        return self.state.data[STAGING, self.index : self.index + 1]
+        return self._line.values[STAGING, self._column : self._column + 1]
 
     @property
     def in_use(self) -> Tensor:
         """[1] FP32 view with the amax of earlier steps, 0 if there is none yet."""
-        return self.state.data[IN_USE, self.index : self.index + 1]
+        return self._line.values[IN_USE, self._column : self._column + 1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AmaxSlot) and self.state is other.state and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash((id(self.state), self.index))

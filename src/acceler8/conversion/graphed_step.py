@@ -1,0 +1,273 @@
+"""A training step as a CUDA graph: recorded once, then replayed without its Python and its launches.
+
+    step = acceler8.GraphedStep(train_step, model, optimizer)        train_step: forward, backward, optimizer.step()
+    for x, y in loader:
+        loss = step(x, y)
+
+A small FP8 model waits for the host: a layer casts six times a step, each cast is a launch or two. A replay has none of
+that. What it cannot do is decide anew, so everything that Python decides in a step is compared before each replay: the
+layers in FP8 by a schedule, what norms learned of their readers, modes, frozen weights, shapes, learning rates that are
+plain numbers. Where something differs the step runs eagerly again until it is settled and is then captured anew; one
+line in the log says why. The eager steps are steps of the training like any other, so that a graphed training has the
+numbers of an eager one.
+
+In the graph are the casts of the weights (codes never outlive a step: windows have to be opened in it) and, under
+delayed scaling, the step boundary's update of the amax state; what a boundary counts on the host is counted at each
+replay.
+
+Source: Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs"; ``torch.cuda.make_graphed_callables`` for warm-up
+on a side stream. That takes a module's forward and backward apart; here optimizer and step boundary are in the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from acceler8.errors import PlanError, RunError
+from acceler8.nn import Fp8Linear, find_states, fp8_layers, fused_norms
+from acceler8.scaling import AmaxState, StepClock
+
+_log = logging.getLogger("acceler8")
+_MOST_GRAPHS = 8
+
+
+class Capture(Protocol):
+    """What records a function of no arguments and gives its replay."""
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Run it as it would be recorded."""
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """``(replay, result)``: its Python ran once, its work runs with each ``replay()``, into the same result."""
+
+
+class CudaGraphs:
+    """``torch.cuda.CUDAGraph``, all in one memory pool, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Eagerly, on the stream on which graphs are captured: gradients are added where they were made."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = function()
+        current.wait_stream(self._stream)
+        tree_map_only(Tensor, lambda t: t.record_stream(current) if t.is_cuda else None, result)
+        return result
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture; nothing runs on the GPU."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = function()
+        return graph.replay, result
+
+
+class _Recorded(NamedTuple):
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    result: Any
+    ticks: list[tuple[StepClock, int]]
+    counts: list[tuple[AmaxState, int]]
+
+
+class GraphedStep:
+    """``train_step`` of a converted model, replayed as a CUDA graph. Call it with what ``train_step`` takes.
+
+    train_step: one whole training step on tensors (in any nesting of tuples, lists and dicts; what else is in its
+        arguments is compared, and differing values are graphs of their own). It gives back tensors, the loss say, which
+        come as copies without a gradient. No ``.item()``, no copy to the host, no data-dependent control flow in it;
+        ``optimizer.zero_grad()`` belongs into it too.
+    optimizers: those that it steps, with ``capturable=True`` where they have that. A learning rate that changes should
+        be a tensor: of a number the graph keeps the value, and each new one is captured anew.
+    warmup: eager steps with nothing new in them before a capture, at least 1. capture: None takes CUDA graphs for a
+        model on a GPU; a model elsewhere runs eagerly, and a line in the log says so once.
+    Layers that are observed (``record_statistics``) run eagerly for as long as they are.
+    Raises: PlanError for a model that is not converted, on several devices, in DistributedDataParallel, or inside an
+        open ``acceler8.window`` at a call; RunError if ``train_step`` cannot be captured.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        *optimizers: Optimizer,
+        warmup: int = 2,
+        capture: Capture | None = None,
+    ) -> None:
+        if warmup < 1:
+            raise PlanError(f"GraphedStep got warmup={warmup}; allowed: at least 1 eager step before a capture")
+        self._train_step, self._model, self._optimizers, self._warmup = train_step, model, optimizers, warmup
+        self._states = find_states(model)
+        if not self._states:
+            raise PlanError(
+                f"GraphedStep got a {type(model).__name__} that is not converted; call acceler8.convert first"
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise PlanError("GraphedStep got a model in DistributedDataParallel; allowed: one process, a plain model")
+        devices = {p.device for p in model.parameters()}
+        if len(devices) > 1:
+            raise PlanError(
+                f"GraphedStep got parameters on {', '.join(sorted(map(str, devices)))}; allowed: one device"
+            )
+        (device,) = devices
+        if capture is None and device.type == "cuda":
+            capture = CudaGraphs(device)
+        if capture is None:
+            _log.info("GraphedStep: the model is on %s, which has no CUDA graphs; each step runs eagerly", device)
+        self._capture = capture
+        # found once: to look through a model at each step costs more than a replay
+        self._layers = [layer for _, layer in fp8_layers(model)]
+        self._norms = [norm for _, norm in fused_norms(model)]
+        self._parameters = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        self._graphs: dict[Hashable, _Recorded] = {}
+        self._settled: dict[str, Hashable] = {}
+        self._eager_steps = 0
+        self._seen: set[Hashable] = set()  # arguments that an eager step had: kernels for their shapes are loaded
+        self.captures = 0
+        """How often the step was captured."""
+        self.replays = 0
+        """How many steps were replays."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One training step on these arguments."""
+        if any(codes.is_open for state in self._states for codes in state.codes):
+            raise PlanError("GraphedStep was called inside acceler8.window; open the window in train_step")
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(not isinstance(layer, Fp8Linear) for layer in self._layers):
+            raise PlanError("GraphedStep got a model that was restored since; make a new one behind acceler8.convert")
+        if self._capture is None or any(layer._acceler8_layer.observer is not None for layer in self._layers):
+            return self._detached(self._train_step(*args, **kwargs))
+        key = self._key(leaves, spec)
+        recorded = self._graphs.get(key)
+        if recorded is None:
+            if self._eager_steps < self._warmup or key[0] not in self._seen:
+                if self._graphs:
+                    _log.info("GraphedStep: the arguments' shapes changed, so the step is captured for these too")
+                self._eager_steps += 1
+                self._seen.add(key[0])
+                return self._detached(self._capture.warm_up(lambda: self._train_step(*args, **kwargs)))
+            recorded = self._record(key, leaves, spec)
+        else:
+            _copy_into(recorded.inputs, leaves)
+            for clock, ticks in recorded.ticks:
+                clock.ticks += ticks
+            for amax, steps in recorded.counts:
+                amax.steps += steps
+        recorded.replay()
+        self.replays += 1
+        return self._detached(recorded.result)
+
+    def _record(self, key: Hashable, leaves: list[Any], spec: Any) -> _Recorded:
+        assert self._capture is not None
+        if len(self._graphs) >= _MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
+        static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for old, new in zip(leaves, static, strict=True):
+            if isinstance(old, Tensor):
+                new.requires_grad_(old.requires_grad)
+        args, kwargs = tree_unflatten(static, spec)
+        clocks = self._leading_clocks()
+        amaxes = [state.amax for state in self._states if state.amax is not None]
+        before = [clock.ticks for clock in clocks], [amax.steps for amax in amaxes]
+        self._drop_codes()  # made in memory that is not the graph's, of weights that will be others
+        torch.clear_autocast_cache()
+        try:
+            replay, result = self._capture.record(lambda: self._train_step(*args, **kwargs))
+        except RuntimeError as error:
+            raise RunError(
+                f"train_step could not be captured: {error}; allowed: work on the GPU only, no .item(), no copies from"
+                " or to the host, optimizers with capturable=True; run train_step itself to train eagerly"
+            ) from error
+        finally:
+            self._drop_codes()  # a graph's memory is written at each replay
+        recorded = _Recorded(
+            replay, [leaf for leaf in static if isinstance(leaf, Tensor)], result,
+            [(clock, clock.ticks - was) for clock, was in zip(clocks, before[0], strict=True)],
+            [(amax, amax.steps - was) for amax, was in zip(amaxes, before[1], strict=True)],
+        )  # fmt: skip
+        self._graphs[key] = recorded
+        self.captures += 1
+        return recorded
+
+    def _leading_clocks(self) -> list[StepClock]:
+        """The models' clocks, each once, without those that another of them sets."""
+        clocks = list({id(state.clock): state.clock for state in self._states}.values())
+        led = {id(other) for clock in clocks for other in clock._led}
+        return [clock for clock in clocks if id(clock) not in led]
+
+    def _drop_codes(self) -> None:
+        for state in self._states:
+            state.drop_codes()
+
+    def _key(self, leaves: list[Any], spec: Any) -> tuple[Hashable, Hashable]:
+        """What this step's graph is found by. Starts anew, and says why, if what Python decides is not what it was."""
+        now = self._decisions()
+        if now != self._settled:
+            changed = [name for name in now if now[name] != self._settled.get(name)]
+            if self._graphs:
+                _log.info("GraphedStep: %s changed, so the step is captured again", " and ".join(changed))
+            self._graphs.clear()
+            self._settled, self._eager_steps = now, 0
+            self._seen.clear()
+        shapes = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        # under an interval some boundaries bring new scales and others do not
+        phase = tuple(
+            (state.amax.steps + 1) % state.amax.interval == 0 for state in self._states if state.amax is not None
+        )
+        return (shapes, spec), phase
+
+    def _decisions(self) -> dict[str, Hashable]:
+        """All on which the Python of a step depends, by the name that a message gives it."""
+        layers = [(layer, layer._acceler8_layer) for layer in self._layers]
+        parameters = [p for own, name in self._parameters if (p := own.get(name)) is not None]
+        return {
+            "the set of FP8 layers": tuple((state.recipe, state.slots) for _, state in layers),
+            "the schedule's stage": tuple(state.is_fp8(True) for _, state in layers),
+            "what norms know of their readers": tuple(norm._acceler8_norm.reader for norm in self._norms),
+            "the mode of a layer": tuple(
+                (layer.training, state.evaluates_in_fp8, bool(layer._forward_hooks), bool(layer._forward_pre_hooks))
+                for layer, state in layers
+            ),
+            "a parameter's memory or requires_grad": tuple(
+                (p.data_ptr(), p.dtype, p.requires_grad) for p in parameters
+            ),
+            "the amax state's memory": tuple(
+                None if state.amax is None else state.amax.data.data_ptr() for state in self._states
+            ),
+            "a number of the optimizer (make lr a tensor if it changes)": tuple(
+                (name, value)
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for name, value in group.items()
+                if isinstance(value, int | float)
+            ),
+            "autocast": (
+                torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_grad_enabled()
+            ),
+        }  # fmt: skip
+
+    @staticmethod
+    def _detached(result: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.detach().clone(), result)
+
+
+def _copy_into(static: list[Tensor], leaves: list[Any]) -> None:
+    with torch.no_grad():
+        for into, leaf in zip(static, (leaf for leaf in leaves if isinstance(leaf, Tensor)), strict=True):
+            into.copy_(leaf, non_blocking=True)

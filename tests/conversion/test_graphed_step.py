@@ -1,0 +1,300 @@
+"""``GraphedStep``: replayed steps are the eager ones bit for bit, and what changes is captured anew and said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import acceler8
+from acceler8 import recipes
+from acceler8.errors import PlanError, RunError
+from acceler8.nn import state_of
+from tests.models import Mlp
+
+RECIPES = ("rowwise", "tensorwise", "delayed", "blockwise")
+gpu = pytest.mark.requires(sm=90)
+
+
+class Replayed:
+    """Stands for CUDA graphs on a CPU, under their rules: Python runs in ``record`` alone, work in ``replay`` alone."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        before = [t.clone() for t in self._tensors()]
+        result = function()
+        with torch.no_grad():
+            for t, was in zip(self._tensors(), before, strict=True):
+                t.copy_(was)
+
+        def replay() -> None:
+            state = state_of(self._model)
+            ticks, steps = state.clock._ticks, state.amax and state.amax.steps
+            schedules = [(schedule, schedule.is_on) for schedule in state.own_schedules()]
+            for schedule, was in recorded:
+                schedule.is_on = was
+            if state.amax is not None:
+                state.amax.steps = steps_then
+            made = function()
+            state.clock._ticks = ticks
+            if state.amax is not None:
+                state.amax.steps = steps
+            for schedule, was in schedules:
+                schedule.is_on = was
+            result.data.copy_(made)
+
+        state = state_of(self._model)
+        recorded = [(schedule, schedule.window.holds(state.clock.ticks - 1)) for schedule in state.own_schedules()]
+        steps_then = state.amax.steps - 1 if state.amax is not None else 0
+        return replay, result
+
+    def _tensors(self) -> list[Tensor]:
+        state = state_of(self._model)
+        held = [t for s in self._optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return [*self._model.parameters(), *held, *([] if state.amax is None else [state.amax.data])]
+
+
+def training(
+    recipe: Any, device: str, *, graphed: bool, capturable: bool | None = None, **plan: Any
+) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    """``(step, model, optimizer)``; the step takes x and gives the loss."""
+    model = nn.Sequential(Mlp(0, width=128, hidden=256), Mlp(1, width=128, hidden=256)).to(device)
+    acceler8.convert(model, acceler8.plan(model, recipe, **plan))
+    capturable = device == "cuda" if capturable is None else capturable
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
+    acceler8.attach(model, optimizer)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x.flip(-1))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    if graphed:
+        capture = None if device == "cuda" else Replayed(model, optimizer)
+        return acceler8.GraphedStep(step, model, optimizer, capture=capture), model, optimizer
+    return step, model, optimizer
+
+
+def batch(seed: int, device: str, rows: int = 48) -> Tensor:
+    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)).to(device) * (1 + seed % 5)
+
+
+def assert_same_training(recipe: Any, device: str, steps: int = 12, **plan: Any) -> Any:
+    """Losses, weights, optimizer state, amax state and counts of ``steps`` steps, against eager ones."""
+    graphed, model, optimizer = training(recipe, device, graphed=True, **plan)
+    eager, twin, of_twin = training(recipe, device, graphed=False, **plan)
+    for seed in range(steps):
+        x = batch(seed, device)
+        assert torch.equal(graphed(x), eager(x).detach()), seed
+        assert state_of(model).clock.ticks == state_of(twin).clock.ticks == seed + 1
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, of_twin.state[q][name]), name
+    states = acceler8.fp8_state_dict(model), acceler8.fp8_state_dict(twin)
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[1].items():
+        assert torch.equal(states[0][name], value), name
+    return graphed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replayed_steps_are_the_eager_ones(recipe, device):
+    graphed = assert_same_training(recipe, device)
+    assert graphed.captures == 1
+    assert graphed.replays >= 8  # one step to learn what norms' readers are, two in which nothing is new
+
+
+def test_an_interval_of_delayed_scaling_has_a_graph_for_either_boundary(device):
+    graphed = assert_same_training(recipes.get("delayed", interval=3), device, 14)
+    assert graphed.captures == 2
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_stage_of_a_schedule_is_captured_anew_and_said(recipe, device, caplog):
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        graphed = assert_same_training(recipe, device, 18, fp8_steps="5:12")
+    assert graphed.captures == 3
+    said = [record.getMessage() for record in caplog.records if "GraphedStep" in record.getMessage()]
+    assert len(said) == 2
+    assert all("the schedule's stage" in line and "captured again" in line for line in said)
+
+
+def test_other_shapes_have_graphs_of_their_own(device, caplog):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    eager, _, _ = training("rowwise", device, graphed=False)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(9):
+            x = batch(seed, device, rows=16 if seed % 2 else 48)
+            assert torch.equal(graphed(x), eager(x).detach())
+    assert graphed.captures == 2
+    assert sum("shapes changed" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model, _: model.eval(), "the mode of a layer"),
+        (lambda model, _: model[0].up.weight.requires_grad_(False), "requires_grad"),
+        (lambda model, _: setattr(model[0].up.weight, "data", model[0].up.weight.data.clone()), "memory"),
+        (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.01), "make lr a tensor"),
+    ],
+    ids=["eval", "frozen", "moved", "lr"],
+)
+def test_what_else_changes_is_captured_anew_and_said(change, named, device, caplog):
+    graphed, model, optimizer = training("rowwise", device, graphed=True)
+    eager, twin, of_twin = training("rowwise", device, graphed=False)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(12):
+            if seed == 6:
+                assert graphed.captures == 1
+                change(model, optimizer)
+                change(twin, of_twin)
+            x = batch(seed, device)
+            assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 2
+    (said,) = [record.getMessage() for record in caplog.records if "captured again" in record.getMessage()]
+    assert named in said
+
+
+def test_observed_steps_are_eager(device):
+    graphed, model, _ = training("rowwise", device, graphed=True)
+    for seed in range(5):
+        graphed(batch(seed, device))
+    replays = graphed.replays
+    with acceler8.record_statistics(model) as statistics:
+        graphed(batch(5, device))
+    assert len(statistics.rows()) > 0
+    assert graphed.replays == replays
+    graphed(batch(6, device))
+    assert graphed.replays == replays + 1
+
+
+def test_results_are_copies_and_arguments_may_be_nested(device):
+    model = Mlp(0).to(device)
+    acceler8.convert(model, "rowwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(batch: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        loss = model(batch["x"]).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+        acceler8.step(model)
+        return {"loss": loss}
+
+    class Results(Replayed):
+        def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            kept: dict[str, Any] = {}
+
+            def flat() -> Tensor:
+                kept["made"] = function()
+                return kept["made"]["loss"]
+
+            replay, loss = super().record(flat)
+            return replay, {"loss": loss}
+
+    capture = None if device == "cuda" else Results(model, optimizer)
+    graphed = acceler8.GraphedStep(step, model, optimizer, warmup=1, capture=capture)
+    losses = []
+    for seed in range(6):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device)
+        losses.append((graphed({"x": x}, scale=2.0)["loss"], 2.0 * model(x).square().mean()))
+    assert graphed.replays > 0
+    for got, want in losses:
+        assert not got.requires_grad
+        assert torch.allclose(got, want.detach())
+    assert len({loss.item() for loss, _ in losses}) == len(losses)
+
+
+def test_on_a_cpu_it_runs_eagerly_and_says_so(caplog):
+    _, model, optimizer = training("rowwise", "cpu", graphed=False)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        graphed = acceler8.GraphedStep(lambda x: model(x).sum(), model, optimizer)
+        x = batch(0, "cpu")
+        assert torch.equal(graphed(x), model(x).sum().detach())
+        graphed(x)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "GraphedStep: the model is on cpu, which has no CUDA graphs; each step runs eagerly"
+    assert graphed.captures == graphed.replays == 0
+
+
+def test_refusals():
+    step, model, optimizer = training("rowwise", "cpu", graphed=False)
+    with pytest.raises(PlanError, match="not converted; call acceler8"):
+        acceler8.GraphedStep(step, Mlp())
+    with pytest.raises(PlanError, match="warmup=0; allowed: at least 1"):
+        acceler8.GraphedStep(step, model, optimizer, warmup=0)
+    graphed = acceler8.GraphedStep(step, model, optimizer)
+    with acceler8.window(model), pytest.raises(PlanError, match="open the window in train_step"):
+        graphed(batch(0, "cpu"))
+    acceler8.restore(model)
+    with pytest.raises(PlanError, match="restored since"):
+        graphed(batch(0, "cpu"))
+
+
+def test_codes_of_the_warm_up_are_not_in_a_graph(device):
+    """A window inside the step: what it kept in an eager step is gone when the next one is captured."""
+    graphed, model, optimizer = training("rowwise", device, graphed=True)
+    eager, twin, of_twin = training("rowwise", device, graphed=False)
+
+    def windowed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with acceler8.window(model):
+                losses = [model(part).square().mean() for part in x.chunk(2)]
+                torch.stack(losses).sum().backward()
+            optimizer.step()
+            return losses[0]
+
+        return step
+
+    graphed._train_step = windowed(model, optimizer)
+    eager = windowed(twin, of_twin)
+    for seed in range(8):
+        x = batch(seed, device)
+        assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 1
+    assert not any(codes.live() or codes._kept for codes in state_of(model).codes)
+
+
+@gpu
+def test_a_step_that_waits_for_the_gpu_cannot_be_captured():
+    _, model, optimizer = training("rowwise", "cuda", graphed=False)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        loss.item()
+        return loss
+
+    graphed = acceler8.GraphedStep(step, model, optimizer, warmup=1)
+    x = batch(0, "cuda")
+    for _ in range(2):  # learns the norms' readers, then finds nothing new
+        graphed(x)
+    with pytest.raises(RunError, match=r"could not be captured: .*; allowed: work on the GPU only"):
+        graphed(x)
+
+
+@gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_a_graphed_training_goes_on_as_an_eager_one(recipe):
+    graphed, model, _ = training(recipe, "cuda", graphed=True)
+    for seed in range(6):
+        graphed(batch(seed, "cuda"))
+    twin = copy.deepcopy(model)
+    x = batch(7, "cuda")
+    assert torch.equal(twin(x), model(x))
