@@ -24,6 +24,7 @@ TORCH_INDEX ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# pip compiles in advance: under PYTHONDONTWRITEBYTECODE each of the tests' processes would compile torch anew, for 8 s.
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The first interpreter that runs, is new enough and can make a virtual environment (Debian splits ensurepip off).
