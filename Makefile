@@ -4,9 +4,11 @@
 #   make test  K=quantize            the representative suite, or the part of it that matches K
 #   make check                       format, lint, types, tests: what continuous integration runs
 #
-# Variables: K (pytest -k), ARGS (passed on to the demo or to pytest), PYTHON (the interpreter that makes .venv),
-# VENV (where it lies) and TORCH_INDEX: a package index to look for torch in beside pip's own (default: PyTorch's CPU
-# builds on a machine without an NVIDIA GPU, where pip's own index would give the far larger CUDA build).
+# Variables: K (pytest -k), ARGS (passed on to the demo or to pytest), WORKERS (processes that share out the tests; 0
+# runs them in pytest's own, as --pdb and -s need; default 2, with an NVIDIA GPU 0, for the tests measure it), PYTHON
+# (the interpreter that makes .venv), VENV (where it lies) and TORCH_INDEX: a package index to look for torch in beside
+# pip's own (default: PyTorch's CPU builds on a machine without an NVIDIA GPU, where pip's own index would give the far
+# larger CUDA build).
 
 SHELL := bash
 .DELETE_ON_ERROR:
@@ -17,10 +19,12 @@ export OMP_WAIT_POLICY ?= passive
 VENV ?= .venv
 K ?=
 ARGS ?=
+WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
 TORCH_INDEX ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# pip compiles in advance: under PYTHONDONTWRITEBYTECODE each of the tests' processes would compile torch anew, for 8 s.
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The first interpreter that runs, is new enough and can make a virtual environment (Debian splits ensurepip off).
@@ -58,8 +62,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(VENV)/bin/acceler8 demo $(ARGS)
 
+# -n: how many workers share out the tests (tests/workers.py says which stay together).
 # -rfEs: after the run, name what failed and what was skipped, with the reason.
-PYTEST = $(PY) -m pytest -rfEs $(if $(K),-k '$(K)') $(ARGS)
+PYTEST = $(PY) -m pytest -n $(WORKERS) -rfEs $(if $(K),-k '$(K)') $(ARGS)
 
 test: $(INSTALLED)
 	$(PYTEST) -m 'not slow'

@@ -1,14 +1,16 @@
-"""What every test shares: the ``requires`` marker, seeded generators and a fixed thread count."""
+"""What every test shares: the ``requires`` marker, seeded generators and one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-# Two threads everywhere: sums split the same way on every machine, and a small one is not oversubscribed.
-torch.set_num_threads(2)
+# One thread everywhere: sums are the same on every machine, small work is quicker than on two, and the processes that
+# share out the tests (`make test`) do not compete with each other's threads.
+torch.set_num_threads(1)
 
 
 def missing_hardware(*, sm: int = 0, gpus: int = 1) -> str | None:
@@ -21,6 +23,16 @@ def missing_hardware(*, sm: int = 0, gpus: int = 1) -> str | None:
     if sum(major * 10 + minor >= sm for major, minor in found) >= gpus:
         return None
     return f"{need}; this machine has " + ", ".join(f"sm_{major}{minor}" for major, minor in found)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep together what shares something, unless another ``--dist`` was asked for than the default of ``-n``."""
+    if config.getoption("dist") != "load":
+        return None
+    from tests.workers import SharedOut
+
+    return SharedOut(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,9 @@
-"""The ``requires`` marker says what a machine lacks."""
+"""The ``requires`` marker says what a machine lacks; workers that share out the tests leave some of them together."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +58,18 @@ def test_generators_are_seeded_apart(make_generator):
     first, again, other = (torch.rand(4, generator=make_generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_what_is_made_once_stays_in_one_worker():
+    """What a file makes once would be made by each worker that gets some of its tests."""
+    pytest.importorskip("xdist")
+    from tests.workers import TOGETHER, piece_of
+
+    root = Path(__file__).parents[1]
+    makes_once = re.compile(r"@pytest\.fixture\(.*scope=")
+    files = {path.relative_to(root).as_posix(): path.read_text() for path in root.glob("tests/*/test_*.py")}
+    assert files.keys() >= TOGETHER.keys()
+    assert {name for name, text in files.items() if makes_once.search(text)} - TOGETHER.keys() == set()
+    several = {name for name, text in TOGETHER.items() if "processes" in text}
+    assert len({piece_of(f"{name}::test_a[{i}]") for i, name in enumerate(several)}) == 1
+    assert piece_of("tests/nn/test_linear.py::test_a[0]") != piece_of("tests/nn/test_linear.py::test_a[1]")

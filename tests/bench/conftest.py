@@ -5,18 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from acceler8.bench.presets import PRESETS, Preset
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small work is slowed by a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

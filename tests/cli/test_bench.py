@@ -18,14 +18,6 @@ from acceler8.cli.app import app, main
 STEP = ["bench", "step", "--device", "cpu", "--layers", "1", "--length", "16", "--steps", "1"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run_main(arguments: list[str]) -> int:
     """Run the command line in this process and return its status."""
     with pytest.raises(SystemExit) as caught:

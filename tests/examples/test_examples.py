@@ -38,7 +38,7 @@ def run(folder: Path, *command: object, launch: tuple[str, ...] = ()) -> str:
     """Run an example in ``folder``, under ``acceler8 launch`` with these flags if there are any; what it printed."""
     name, *arguments = map(str, command)
     start = [sys.executable, *(["-m", "acceler8", "launch", *launch] if launch else []), str(ROOT / "examples" / name)]
-    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1" if launch else "2", "HF_HUB_OFFLINE": "1"}
+    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "ACCELER8_"))}
     # No default configuration file of whoever runs the tests.
     kept |= own | {"XDG_CONFIG_HOME": str(folder / "config"), "HF_HOME": str(folder / "hf")}

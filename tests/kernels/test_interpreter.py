@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,25 +19,32 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the triton package, which is made for Linux only")
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter's own")
 @pytest.mark.parametrize(
-    ("file", "some", "at_least"),
+    "files",
     [
-        ("test_triton", "", 100),
-        ("test_concatenated", "", 20),
-        ("test_cross_entropy", "", 15),
-        ("test_dequantize", "", 35),
-        ("test_gated", "silu and rowwise", 2),
-        ("test_norm", "rowwise", 2),
-        pytest.param("test_gated", "", 60, marks=pytest.mark.slow),
-        pytest.param("test_norm", "", 70, marks=pytest.mark.slow),
+        pytest.param({"test_triton": ("", 100)}, id="triton"),
+        pytest.param(
+            {
+                "test_concatenated": ("", 20),
+                "test_cross_entropy": ("", 15),
+                "test_dequantize": ("", 35),
+                "test_gated": ("silu and rowwise", 2),
+                "test_norm": ("rowwise", 2),
+            },
+            id="fused",
+        ),
+        pytest.param({"test_gated": ("", 60), "test_norm": ("", 70)}, id="all of the norms", marks=pytest.mark.slow),
     ],
 )
-def test_kernels_give_the_same_codes_in_the_interpreter(file, some, at_least):
-    tests = Path(__file__).with_name(f"{file}.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some, str(tests)]
+def test_kernels_give_the_same_codes_in_the_interpreter(files: dict[str, tuple[str, int]]):
+    """Each file: which of its tests (as of ``-k``; all if empty), and how many at least; one process for all files."""
+    wanted = " or ".join(f"({file}.py{' and ' * bool(some)}{some})" for file, (some, _) in files.items())
+    paths = [str(Path(__file__).with_name(f"{file}.py")) for file in files]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", wanted, *paths]
     # numpy works on one tile at a time, so a second thread would only wait for the first
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout.splitlines()[-1])}
-    assert counts.get("failed", 0) == 0
-    assert counts["passed"] >= at_least  # not a run that skipped everything
+    passed = Counter(re.findall(r"/(\w+)\.py::.* PASSED +\[", done.stdout))
+    assert " failed" not in done.stdout.splitlines()[-1]
+    for file, (_, at_least) in files.items():
+        assert passed[file] >= at_least  # not a run that skipped everything
