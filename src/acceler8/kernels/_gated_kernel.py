@@ -25,6 +25,7 @@ from acceler8.kernels._triton import (
     tile_origin,
     tl,
 )
+from acceler8.kernels._words_kernel import quantize_four, words_origin
 from acceler8.kernels.amax import is_known, max_into
 
 # the exponential and the reciprocal of NVIDIA's special function unit
@@ -117,44 +118,78 @@ def gated_rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def gated_amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, known_ptr, out_ptr, row_count, features, row_stride, cols_at,
+    x_ptr, known_ptr, out_ptr, row_count, features, row_stride, cols_at, tile_count,
     KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes of ``act`` into ``out``, which holds zeros: the tensor's, or those of rows and of columns."""
     if UNLESS_KNOWN and is_known(known_ptr):
         return
-    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
-    rows, cols = tile_offsets(first_row, first_col, TILE)
-    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
-    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
-    bits = magnitude_bits(value * up)
-    max_into(bits, out_ptr, out_ptr, out_ptr + cols_at, rows, cols, row_count, features, TENSOR, ROWS, COLS)
+    for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
+        first_row, first_col = tile_origin(number, features, TILE)
+        rows, cols = tile_offsets(first_row, first_col, TILE)
+        inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+        up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+        bits = magnitude_bits(value * up)
+        max_into(bits, out_ptr, out_ptr, out_ptr + cols_at, rows, cols, row_count, features, TENSOR, ROWS, COLS)
 
 
 @jit
-def gated_tiles_kernel(  # type: ignore[no-untyped-def]
+def gated_words_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
-    row_count, features, row_stride, cols_at, row_width, col_width,
+    row_count, features, row_stride, across, cols_at, row_width, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
-    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, LINES: tl.constexpr,
+    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``act`` a program, from the last to the first, as ``quantize_tiles_kernel``."""
-    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
-    rows, cols = tile_offsets(first_row, first_col, TILE)
-    row_count, features = hidden(row_count, TILE), hidden(features, TILE)
+    """A tile of ``act`` a program."""
+    first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
+    rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
+    row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
+    a0 = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, HIGH)
+    a1 = _act(x_ptr, out_ptr, rows + 1, cols, row_stride, row_count, features, KIND, HIGH)
+    a2 = _act(x_ptr, out_ptr, rows + 2, cols, row_stride, row_count, features, KIND, HIGH)
+    a3 = _act(x_ptr, out_ptr, rows + 3, cols, row_stride, row_count, features, KIND, HIGH)
+    quantize_four(
+        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr, 0, cols_at, known_ptr,
+        staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, row_width, col_width, col_width,
+        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, False, DELAYED, True, HARDWARE,
+    )  # fmt: skip
+
+
+@jit
+def _act(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """``act`` of some rows, stored if HIGH; zeros outside."""
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
     up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
     act = value * up
     if HIGH:
         _store_high(act, out_ptr, rows, cols, features, inside)
+    return act
+
+
+@jit
+def gated_blocks_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
+    row_count, features, row_stride, row_width, col_width,
+    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
+    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
+    HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``act`` a program, with a scale for each block."""
+    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
+    rows, cols = tile_offsets(first_row, first_col, TILE)
+    row_count, features = hidden(row_count, TILE), hidden(features, TILE)
+    act = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, HIGH)
     quantize_both(
-        act, rows, cols, first_row, first_col, row_count, features, amax_ptr, cols_at, known_ptr, staging_ptr,
-        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, col_width, col_width,
-        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE,
+        act, rows, cols, first_row, first_col, row_count, features, row_codes_ptr, row_inv_ptr, col_codes_ptr,
+        col_inv_ptr, row_width, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN,
+        GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
     )  # fmt: skip
 
 
@@ -196,7 +231,7 @@ def _load_backward(  # type: ignore[no-untyped-def]
 @jit
 def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, known_ptr, act_known_ptr, out_ptr, row_count, features, d_row_stride, d_col_stride,
-    row_stride, cols_at, act_at,
+    row_stride, cols_at, act_at, tile_count,
     KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ACT_TENSOR: tl.constexpr, ACT_COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr, KEPT: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
@@ -206,92 +241,147 @@ def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
     """
     if UNLESS_KNOWN and is_known(known_ptr) and is_known(act_known_ptr):
         return
-    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
-    rows, cols = tile_offsets(first_row, first_col, TILE)
+    for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
+        first_row, first_col = tile_origin(number, features, TILE)
+        rows, cols = tile_offsets(first_row, first_col, TILE)
+        inside = (rows < row_count)[:, None] & (cols < features)[None, :]
+        d, up, value, slope = _load_backward(
+            d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
+            inside, KIND, KEPT, HARDWARE,
+        )  # fmt: skip
+        of_gate = magnitude_bits(d * up * slope)
+        of_up = magnitude_bits(d * value)
+        of_both = tl.maximum(of_gate, of_up)
+        cols_ptr, act_ptr = out_ptr + cols_at, out_ptr + act_at
+        max_into(of_both, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, TENSOR, ROWS, False)
+        max_into(of_gate, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, False, False, COLS)
+        max_into(of_up, out_ptr, out_ptr, cols_ptr + features, rows, cols, row_count, features, False, False, COLS)
+        of_act = magnitude_bits(value * up)
+        max_into(of_act, act_ptr, act_ptr, act_ptr, rows, cols, row_count, features, ACT_TENSOR, False, ACT_COLS)
+
+
+@jit
+def _three(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
+    KIND: tl.constexpr, HIGH: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """``d_gate``, ``d_up`` and ``act`` of some rows, the first two stored if HIGH; zeros outside."""
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
     d, up, value, slope = _load_backward(
         d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
         inside, KIND, KEPT, HARDWARE,
     )  # fmt: skip
-    of_gate = magnitude_bits(d * up * slope)
-    of_up = magnitude_bits(d * value)
-    of_both = tl.maximum(of_gate, of_up)
-    cols_ptr, act_ptr = out_ptr + cols_at, out_ptr + act_at
-    max_into(of_both, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, TENSOR, ROWS, False)
-    max_into(of_gate, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, False, False, COLS)
-    max_into(of_up, out_ptr, out_ptr, cols_ptr + features, rows, cols, row_count, features, False, False, COLS)
-    of_act = magnitude_bits(value * up)
-    max_into(of_act, act_ptr, act_ptr, act_ptr, rows, cols, row_count, features, ACT_TENSOR, False, ACT_COLS)
+    d_gate, d_up = d * up * slope, d * value
+    if HIGH:
+        _store_high(d_gate, out_ptr, rows, cols, 2 * features, inside)
+        _store_high(d_up, out_ptr, rows, cols + features, 2 * features, inside)
+    return d_gate, d_up, value * up
+
+
+@jit
+def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, inv_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, across, cols_at, act_at, col_width,
+    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
+    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
+    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr, LINES: tl.constexpr,
+    DELAYED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``d_gate``, ``d_up`` and ``act`` a program; three tiles read, up to five or seven written. Scales of
+    lines are ``scales_kernel``'s.
+    """
+    first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
+    rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
+    row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
+    g0, u0, a0 = _three(
+        d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
+        features, KIND, HIGH, KEPT, HARDWARE,
+    )  # fmt: skip
+    g1, u1, a1 = _three(
+        d_ptr, x_ptr, inv_ptr, out_ptr, rows + 1, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
+        features, KIND, HIGH, KEPT, HARDWARE,
+    )  # fmt: skip
+    g2, u2, a2 = _three(
+        d_ptr, x_ptr, inv_ptr, out_ptr, rows + 2, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
+        features, KIND, HIGH, KEPT, HARDWARE,
+    )  # fmt: skip
+    g3, u3, a3 = _three(
+        d_ptr, x_ptr, inv_ptr, out_ptr, rows + 3, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
+        features, KIND, HIGH, KEPT, HARDWARE,
+    )  # fmt: skip
+    # codes of rows are never filled: half of their width is a multiple already
+    quantize_four(
+        g0, g1, g2, g3, rows, cols, first_row, first_col, row_count, features, amax_ptr, 0, cols_at, known_ptr,
+        staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, features, col_width,
+        col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, True, DELAYED, True, HARDWARE,
+    )  # fmt: skip
+    quantize_four(
+        u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr, 0,
+        cols_at, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features,
+        2 * features, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, True,
+        DELAYED, True, HARDWARE,
+    )  # fmt: skip
+    quantize_four(
+        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr + act_at, 0, 0, act_known_ptr,
+        act_staging_ptr, act_codes_ptr, act_inv_ptr, act_codes_ptr, act_inv_ptr, features, features, col_width,
+        col_width, False, ACT, ACT_E5M2, ACT_E5M2, ACT_MAX, ACT_MAX, POW2, MARGIN, LINES, True, DELAYED, True, HARDWARE,
+    )  # fmt: skip
 
 
 @jit
 def _store_half(  # type: ignore[no-untyped-def]
-    x, rows, cols, inside, first_row, first_col, row_count, stop, all_cols, amax_ptr, cols_at, known_ptr, staging_ptr,
-    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
-    ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
-    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
-    POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    x, rows, cols, first_row, first_col, row_count, stop, all_cols,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
+    ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
-    if HIGH:
-        _store_high(x, out_ptr, rows, cols, all_cols, inside)
-    if DELAYED and (ROW or COL):
-        tl.atomic_max(staging_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0), sem="relaxed")
     if ROW:  # never filled: half of the width is a multiple already
         quantize_tile(
-            x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr,
-            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, DELAYED, HARDWARE, TILE, SCALED,
+            x, rows, cols, first_row, first_col, row_count, stop, row_codes_ptr, row_inv_ptr, all_cols, stop,
+            ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
         )  # fmt: skip
     if COL:
         quantize_tile(
-            tl.trans(x), cols, rows, first_col, first_row, stop, row_count, amax_ptr + cols_at, known_ptr,
-            col_codes_ptr, col_inv_ptr, col_width, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE, SCALED,
+            tl.trans(x), cols, rows, first_col, first_row, stop, row_count, col_codes_ptr, col_inv_ptr, col_width,
+            col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
         )  # fmt: skip
 
 
 @jit
-def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
-    d_ptr, x_ptr, inv_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
-    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
-    row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, col_width,
+def gated_backward_blocks_kernel(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, inv_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    DELAYED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``d_gate``, ``d_up`` and ``act`` a program, one after the other; three tiles read, up to five or seven
-    written. From the last to the first, as ``quantize_tiles_kernel``.
-    """
-    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
+    """As ``gated_backward_words_kernel``, with a scale for each block; one tile after the other."""
+    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
-    inside = (rows < row_count)[:, None] & (cols < features)[None, :]
-    d, up, value, slope = _load_backward(
-        d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
-        inside, KIND, KEPT, HARDWARE,
+    d_gate, d_up, act = _three(
+        d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
+        features, KIND, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     _store_half(
-        d * up * slope, rows, cols, inside, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
-        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
-        ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE, SCALED,
+        d_gate, rows, cols, first_row, first_col, row_count, features, 2 * features, row_codes_ptr, row_inv_ptr,
+        col_codes_ptr, col_inv_ptr, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN,
+        GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
     )  # fmt: skip
     _store_half(
-        d * value, rows, cols + features, inside, first_row, first_col + features, row_count, 2 * features,
-        2 * features, amax_ptr, cols_at,
-        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr, col_width,
-        ROW, COL, HIGH, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-        DELAYED, HARDWARE, TILE, SCALED,
+        d_up, rows, cols + features, first_row, first_col + features, row_count, 2 * features, 2 * features,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX,
+        COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
     )  # fmt: skip
     if ACT:
-        act = value * up
-        if DELAYED:
-            tl.atomic_max(act_staging_ptr, tl.max(tl.max(magnitude_bits(act), 1), 0), sem="relaxed")
         quantize_tile(
-            tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_known_ptr,
-            act_codes_ptr, act_inv_ptr, col_width, col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS,
-            DELAYED, HARDWARE, TILE, SCALED,
+            tl.trans(act), cols, rows, first_col, first_row, features, row_count, act_codes_ptr, act_inv_ptr, col_width,
+            col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
         )  # fmt: skip

@@ -12,21 +12,23 @@ from acceler8.kernels import _triton
 from acceler8.kernels._gated_kernel import (
     gated_amax_kernel,
     gated_backward_amax_kernel,
-    gated_backward_tiles_kernel,
+    gated_backward_blocks_kernel,
+    gated_backward_words_kernel,
+    gated_blocks_kernel,
     gated_rows_kernel,
-    gated_tiles_kernel,
+    gated_words_kernel,
 )
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
 from acceler8.kernels._quantize_kernel import scales_kernel
 from acceler8.kernels._quantize_launch import WIDEST_ROW, as_bits
+from acceler8.kernels.amax import FEW
 from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 
 Delayed = tuple[Tensor, Tensor]  # amax in use, staging
 
 # Elements a thread: 32 of each input, 64 where local blocks must not straddle tiles
-_TILE, _BLOCK_TILE = 64, 128
-_WARPS, _BLOCK_WARPS = 4, 8
-_BACKWARD_TILE, _BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 64, 8, 8
+_ROWS, _COLS, GROUP, _WARPS, _BACKWARD_WARPS = 64, 64, 8, 4, 4
+_BLOCK_TILE, _BLOCK_WARPS = 128, 8
 _AMAX_TILE, _AMAX_WARPS = 64, 2
 _SCALES = 512  # of them a program makes
 # Rows that a program holds whole, as in quantize
@@ -44,7 +46,7 @@ class _Plan(NamedTuple):
     find_amax: Launch | None
     amax_count: int
     cast: Launch
-    is_one_pass: bool  # the kernel takes its inputs and outputs alone
+    has_scales: bool  # the kernel takes amaxes beside its inputs and outputs
     find_scales: Launch | None = None
 
 
@@ -86,7 +88,7 @@ def gated_triton(
     stream, at_x = stream_of(device), address(gate_up)
     at = [at_x, *map(address, out)]  # an address that is not asked for is not read
     at_out = [at[i] for i in plan.places]
-    if plan.is_one_pass:
+    if not plan.has_scales:
         plan.cast(stream, at_x, *at_out)
         return out
     found = kept = at_x
@@ -146,6 +148,10 @@ def gated_backward_triton(
     stream, at_d, at_x = stream_of(device), address(d_act), address(gate_up)
     at_inv = at_x if kept is None else address(kept[0])
     at = [at_x, *map(address, out)]
+    at_out = [at[i] for i in plan.places]
+    if not plan.has_scales:
+        plan.cast(stream, at_d, at_x, at_inv, *at_out)
+        return out
     found = memory = at_x
     known = staged = act_known = act_staged = at_x
     if first is not None and second is not None:
@@ -154,8 +160,8 @@ def gated_backward_triton(
         found, memory = zeros(plan.amax_count, gate_up, device, stream)
         plan.find_amax(stream, at_d, at_x, at_inv, known, act_known, found)
     if plan.find_scales is not None:
-        plan.find_scales(stream, found, *(at[i] for i in plan.places[1:6:2]))
-    plan.cast(stream, at_d, at_x, at_inv, found, known, staged, act_known, act_staged, *(at[i] for i in plan.places))
+        plan.find_scales(stream, found, *at_out[1:6:2])
+    plan.cast(stream, at_d, at_x, at_inv, found, known, staged, act_known, act_staged, *at_out)
     del memory
     return out
 
@@ -230,38 +236,51 @@ def _plan_forward(
             ),
             at_once * extent // _PER_WARP,
         )  # fmt: skip
-        return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, True)
+        return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, False)
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
+    asked = (activation, rows is not None, cols is not None, high_precision)
+    casts = (fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin)
+    if granularity.is_blockwise:
+        cast = Launch(
+            gated_blocks_kernel,
+            _triton.tiles(row_count, features, _BLOCK_TILE),
+            (x, torch.uint8, torch.float32, torch.uint8, torch.float32, x.dtype),
+            (
+                row_count, features, x.stride(0), row_width, col_width, *asked, *casts, granularity.rows,
+                granularity.cols, hardware, _BLOCK_TILE,
+            ),
+            _BLOCK_WARPS,
+        )  # fmt: skip
+        return _Plan(outputs, places, x.device, None, 0, cast, False)
     by_row = granularity is ROWWISE
     cols_at = row_count if by_row and rows is not None else 0
     known, staged = _pointers(delayed)
-    tile, warps = (_BLOCK_TILE, _BLOCK_WARPS) if granularity.is_blockwise else (_TILE, _WARPS)
-    programs = _triton.tiles(row_count, features, tile)
+    across = -(-features // _COLS)
     cast = Launch(
-        gated_tiles_kernel,
-        programs,
+        gated_words_kernel,
+        -(-row_count // _ROWS) * across,
         (x, torch.int32, known, staged, torch.uint8, torch.float32, torch.uint8, torch.float32, x.dtype),
         (
-            row_count, features, x.stride(0), cols_at, row_width, col_width, activation,
-            rows is not None, cols is not None, high_precision, fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max,
-            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None, hardware, tile,
+            row_count, features, x.stride(0), across, cols_at, row_width, col_width, *asked, *casts, by_row,
+            delayed is not None, hardware, _ROWS, _COLS, GROUP,
         ),
-        warps,
+        _WARPS,
     )  # fmt: skip
-    if granularity.is_blockwise or (rows is None and cols is None):
-        return _Plan(outputs, places, x.device, None, 0, cast, False)
+    if rows is None and cols is None:
+        return _Plan(outputs, places, x.device, None, 0, cast, True)
+    tile_count = _triton.tiles(row_count, features, _AMAX_TILE)
     find_amax = Launch(
         gated_amax_kernel,
-        programs,
+        tile_count if delayed is None else min(tile_count, FEW),
         (x, known, torch.int32),
         (
-            row_count, features, x.stride(0), cols_at, activation, not by_row, by_row and rows is not None,
-            by_row and cols is not None, delayed is not None, tile,
+            row_count, features, x.stride(0), cols_at, tile_count, activation, not by_row, by_row and rows is not None,
+            by_row and cols is not None, delayed is not None, _AMAX_TILE,
         ),
-        warps,
+        _WARPS,
     )  # fmt: skip
     count = row_count * (rows is not None) + features * (cols is not None) if by_row else 1
-    return _Plan(outputs, places, x.device, find_amax, count, cast, False)
+    return _Plan(outputs, places, x.device, find_amax, count, cast, True)
 
 
 def _plan_backward(
@@ -297,34 +316,42 @@ def _plan_backward(
     act_at = cols_at + 2 * features * (cols is not None) if by_row else 1
     asked = [fmt or E5M2 for fmt in formats]
     strides = (*d_act.stride(), x.stride(0))
-    tile, warps = _BACKWARD_TILE, _BACKWARD_WARPS
+    col_width = row_count + -row_count % granularity.contraction_multiple
+    wanted = (activation, rows is not None, cols is not None, act_cols is not None, high_precision)
+    casts = (*(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked), pow2, 2.0**-margin)
+    written = (*(torch.uint8, torch.float32) * 3, high_dtype)
     if granularity.is_blockwise:
-        tile, warps = _BLOCK_TILE, _BACKWARD_BLOCK_WARPS
-    programs = _triton.tiles(row_count, features, tile)
-    cast = Launch(
-        gated_backward_tiles_kernel,
-        programs,
-        (
-            d_act, codes, inv, torch.int32, *_pointers(delayed), *_pointers(act_delayed),
-            *(torch.uint8, torch.float32) * 3, high_dtype,
-        ),
-        (
-            row_count, features, *strides, cols_at, act_at, row_count + -row_count % granularity.contraction_multiple,
-            activation, rows is not None, cols is not None, act_cols is not None, high_precision,
-            *(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked),
-            pow2, 2.0**-margin, granularity.rows, granularity.cols, delayed is not None, kept_as, hardware, tile,
-            by_row,
-        ),
-        warps,
-    )  # fmt: skip
-    if granularity.is_blockwise or not (has_d or act_cols is not None):
+        cast = Launch(
+            gated_backward_blocks_kernel,
+            _triton.tiles(row_count, features, _BLOCK_TILE),
+            (d_act, codes, inv, *written),
+            (
+                row_count, features, *strides, col_width, *wanted, *casts, granularity.rows, granularity.cols, kept_as,
+                hardware, _BLOCK_TILE,
+            ),
+            _BLOCK_WARPS,
+        )  # fmt: skip
         return _Plan(outputs, places, x.device, None, 0, cast, False)
+    across = -(-features // _COLS)
+    cast = Launch(
+        gated_backward_words_kernel,
+        -(-row_count // _ROWS) * across,
+        (d_act, codes, inv, torch.int32, *_pointers(delayed), *_pointers(act_delayed), *written),
+        (
+            row_count, features, *strides, across, cols_at, act_at, col_width, *wanted, *casts, by_row,
+            delayed is not None, kept_as, hardware, _ROWS, _COLS, GROUP,
+        ),
+        _BACKWARD_WARPS,
+    )  # fmt: skip
+    if not (has_d or act_cols is not None):
+        return _Plan(outputs, places, x.device, None, 0, cast, True)
+    tile_count = _triton.tiles(row_count, features, _AMAX_TILE)
     find_amax = Launch(
         gated_backward_amax_kernel,
-        _triton.tiles(row_count, features, _AMAX_TILE),
+        tile_count if delayed is None else min(tile_count, FEW),
         (d_act, codes, inv, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
         (
-            row_count, features, *strides, cols_at, act_at, activation,
+            row_count, features, *strides, cols_at, act_at, tile_count, activation,
             has_d and not by_row, by_row and rows is not None, by_row and cols is not None,
             act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, kept_as,
             hardware, _AMAX_TILE,
@@ -332,7 +359,7 @@ def _plan_backward(
         _AMAX_WARPS,
     )  # fmt: skip
     if not by_row:
-        return _Plan(outputs, places, x.device, find_amax, 2, cast, False)
+        return _Plan(outputs, places, x.device, find_amax, 2, cast, True)
     count = act_at + features * (act_cols is not None)
     find_scales = Launch(
         scales_kernel,
@@ -341,4 +368,4 @@ def _plan_backward(
         (cols_at, act_at, count, *(fmt.max * 2.0**-margin for fmt in asked), pow2, _SCALES),
         4,
     )  # fmt: skip
-    return _Plan(outputs, places, x.device, find_amax, count, cast, False, find_scales)
+    return _Plan(outputs, places, x.device, find_amax, count, cast, True, find_scales)

@@ -1,8 +1,10 @@
-"""Launches the kernels of ``_quantize_kernel.py``: which of them, on what grid, into what memory."""
+"""Launches the kernels of ``quantize.py``: which of them, on what grid, into what memory."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +12,29 @@ from torch import Tensor
 from acceler8.formats import E5M2, FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
-from acceler8.kernels._quantize_kernel import quantize_rows_kernel, quantize_tiles_kernel
+from acceler8.kernels._quantize_kernel import quantize_blocks_kernel, quantize_rows_kernel
+from acceler8.kernels._words_kernel import quantize_words_kernel
 from acceler8.kernels.amax import amax_launch
 from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 
-# Local blocks must not straddle tiles; elsewhere small tiles hide the latency of transposing better. Multiples of every
-# fill. Both orientations of 16384 x 4096 in BF16 (H200, 2026-11-30): rowwise 89 us after its amax (tiles of 128: 94,
-# with 8 warps 120); 1x128 122 us (8 warps 184, 16 warps 231).
-_BLOCK_TILE, _TILE, _WARPS = 128, 64, 4
+# Local blocks must not straddle tiles. Multiples of every fill. Both orientations of 16384 x 4096 in BF16 (H200,
+# 2026-11-30): 1x128 122 us (8 warps 184, 16 warps 231).
+_BLOCK_TILE, _BLOCK_WARPS = 128, 4
+_ROWS, _COLS, GROUP, _WARPS = 64, 64, 8, 4
 # Rows that a program holds whole: 32 elements a thread, 4096 in a program if the row is not longer
 WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
+
+
+class Cast:
+    """A launch that picks its pointers: of ``x``, amax found, amax known, staging, and codes and scales of rows and of
+    columns. One that is not picked is not read.
+    """
+
+    def __init__(self, launch: Launch, order: Sequence[int]) -> None:
+        self._launch, self._pick = launch, operator.itemgetter(*order)
+
+    def __call__(self, stream: int, *pointers: Any) -> None:
+        self._launch(stream, *self._pick(pointers))
 
 
 class _Plan(NamedTuple):
@@ -29,8 +44,7 @@ class _Plan(NamedTuple):
     device: torch.device
     find_amax: Launch | None
     amax_count: int
-    quantize: Launch
-    is_one_pass: bool  # the kernel takes x and its outputs alone
+    quantize: Cast
 
 
 _plans: Plans[_Plan] = Plans()
@@ -70,9 +84,6 @@ def quantize_triton(
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
     stream, at_x = stream_of(device), address(x)
     at_out = [address(t) for t in out]
-    if plan.is_one_pass:
-        plan.quantize(stream, at_x, *at_out)
-        return out
     found = kept = at_x  # an address that is not asked for is not read
     known = at_x if amax is None else address(amax.view(torch.int32))
     staged = at_x if staging is None else address(staging.view(torch.int32))
@@ -109,21 +120,25 @@ def _make_plan(
         if fmt is not None:
             outputs += [((shape[0], width), fmt.torch_dtype), (granularity.scale_shape(*shape), torch.float32)]
     if granularity is ROWWISE and rows is not None and cols is None and x.stride(1) == 1 and row_width <= WIDEST_ROW:
-        return _Plan(outputs, x.device, None, 0, rows_launch(x, rows, row_width, pow2, margin), True)
-    quantize = tiles_launch(
-        x, rows, cols, granularity, (row_width, col_width), pow2, margin, amax, staging,
-        cols_at=row_count if granularity is ROWWISE and rows is not None else 0, found=column_amax,
+        return _Plan(outputs, x.device, None, 0, rows_cast(x, rows, row_width, pow2, margin))
+    if granularity.is_blockwise:
+        quantize = blocks_cast(x, rows, cols, granularity, (row_width, col_width), pow2, margin)
+        return _Plan(outputs, x.device, None, 0, quantize)
+    by_row = granularity is ROWWISE
+    quantize = words_cast(
+        x, rows, cols, (row_width, col_width), pow2, margin, amax, staging, by_row=by_row,
+        cols_at=row_count if by_row and rows is not None else 0, found=column_amax,
     )  # fmt: skip
-    if granularity.is_blockwise or column_amax is not None:
-        return _Plan(outputs, x.device, None, 0, quantize, False)
-    if granularity is ROWWISE:
+    if column_amax is not None:
+        return _Plan(outputs, x.device, None, 0, quantize)
+    if by_row:
         count = row_count * (rows is not None) + col_count * (cols is not None)
         find_amax = amax_launch(x, rows=rows is not None, cols=cols is not None)
-        return _Plan(outputs, x.device, find_amax, count, quantize, False)
-    return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=as_bits(amax)), 1, quantize, False)
+        return _Plan(outputs, x.device, find_amax, count, quantize)
+    return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=as_bits(amax)), 1, quantize)
 
 
-def tiles_launch(
+def blocks_cast(
     x: Tensor,
     rows: Format | None,
     cols: Format | None,
@@ -131,40 +146,79 @@ def tiles_launch(
     widths: tuple[int, int],
     pow2: bool,
     margin: int,
-    amax: Tensor | None,
-    staging: Tensor | None,
     *,
-    cols_at: int,
     row_offset: int = 0,
     col_stop: int | None = None,
-    found: Tensor | None = None,
-) -> Launch:
-    """The kernel that casts tensors like ``x``: called with ``x``, amaxes found (of columns from ``cols_at`` on), known
-    amax, staging, codes and scales of rows, codes and scales of columns.
+) -> Cast:
+    """Cast tensors like ``x`` with a scale for each block.
 
     ``widths`` are those of the codes of rows and of columns. Where ``x`` is rows ``row_offset`` on of a matrix, its
     codes go to their places in that matrix's, those of columns up to ``col_stop``.
     """
     row_count, col_count = x.shape
-    fmt, cols_fmt = rows or cols, cols or rows
-    assert fmt is not None
-    assert cols_fmt is not None
+    fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
     stop = widths[1] if col_stop is None else col_stop
-    tile = _BLOCK_TILE if granularity.is_blockwise else _TILE
-    bits = [torch.int32 if t is None else t for t in (found, as_bits(amax), as_bits(staging))]
-    return Launch(
-        quantize_tiles_kernel,
-        _triton.tiles(max(row_count, stop - row_offset), col_count, tile),
+    launch = Launch(
+        quantize_blocks_kernel,
+        _triton.tiles(max(row_count, stop - row_offset), col_count, _BLOCK_TILE),
+        (x, torch.uint8, torch.float32, torch.uint8, torch.float32),
         (
-            x, *bits, torch.uint8, torch.float32, torch.uint8, torch.float32,
-        ),
-        (
-            row_count, col_count, *x.stride(), row_offset, cols_at, *widths, stop, rows is not None, cols is not None,
+            row_count, col_count, *x.stride(), row_offset, *widths, stop, rows is not None, cols is not None,
             fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin,
-            granularity.rows, granularity.cols, amax is not None, _triton.has_fp8_conversion(x.device), tile,
+            granularity.rows, granularity.cols, _triton.has_fp8_conversion(x.device), _BLOCK_TILE,
+        ),
+        _BLOCK_WARPS,
+    )  # fmt: skip
+    return Cast(launch, (0, 4, 5, 6, 7))
+
+
+def words_cast(
+    x: Tensor,
+    rows: Format | None,
+    cols: Format | None,
+    widths: tuple[int, int],
+    pow2: bool,
+    margin: int,
+    amax: Tensor | None,
+    staging: Tensor | None,
+    *,
+    by_row: bool,
+    cols_at: int,
+    row_offset: int = 0,
+    col_stop: int | None = None,
+    found: Tensor | None = None,
+) -> Cast:
+    """Cast tensors like ``x`` with one scale, or ``by_row`` with one for each row and column, whose amaxes were found:
+    those of columns from ``cols_at`` on. Otherwise as ``blocks_cast``.
+    """
+    fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
+    stop = widths[1] if col_stop is None else col_stop
+    bits = [torch.int32 if t is None else t for t in (found, as_bits(amax), as_bits(staging))]
+    # lengths, strides, offsets, amaxes, codes' widths and stops, formats: of rows and of columns
+    sides = [
+        (x.shape[0], x.stride(0), row_offset, 0, widths[0], widths[0], rows is not None, fmt),
+        (x.shape[1], x.stride(1), 0, cols_at, widths[1], stop, cols is not None, cols_fmt),
+    ]
+    is_column_major = x.stride(0) == 1 and x.stride(1) != 1
+    if is_column_major:  # the kernel reads along rows: it casts the transposed tensor, whose rows are these columns
+        sides.reverse()
+    lengths, strides, offsets, amaxes, codes, stops, asked, formats = zip(*sides, strict=True)
+    down, across = (
+        -(-max(length, end - offset) // tile)
+        for length, offset, end, tile in zip(lengths, offsets, stops[::-1], (_ROWS, _COLS), strict=True)
+    )
+    launch = Launch(
+        quantize_words_kernel,
+        down * across,
+        (x, *bits, torch.uint8, torch.float32, torch.uint8, torch.float32),
+        (
+            *lengths, *strides, across, *offsets, *amaxes, codes[0], stops[0], codes[1], stops[1], *asked,
+            *(f is E5M2 for f in formats), *(f.max for f in formats), pow2, 2.0**-margin, by_row, amax is not None,
+            offsets[0] % 4 == 0, _triton.has_fp8_conversion(x.device), _ROWS, _COLS, GROUP,
         ),
         _WARPS,
     )  # fmt: skip
+    return Cast(launch, (0, 1, 2, 3, 6, 7, 4, 5) if is_column_major else range(8))
 
 
 def as_bits(amax: Tensor | None) -> Tensor | None:
@@ -172,14 +226,14 @@ def as_bits(amax: Tensor | None) -> Tensor | None:
     return None if amax is None else amax.view(torch.int32)
 
 
-def rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Launch:
-    """The kernel that casts rows of tensors like ``x``, each with its own scale, from one read: called with ``x``,
-    codes and scales. ``width`` of the codes and ``row_offset`` as in ``tiles_launch``.
+def rows_cast(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Cast:
+    """Cast rows of tensors like ``x``, each with its own scale, from one read. ``width`` of the codes and
+    ``row_offset`` as in ``blocks_cast``.
     """
     row_count, col_count = x.shape
     extent = 1 << (width - 1).bit_length()
     rows = max(1, _ELEMENTS // extent)
-    return Launch(
+    launch = Launch(
         quantize_rows_kernel,
         -(-row_count // rows),
         (x, torch.uint8, torch.float32),
@@ -189,3 +243,4 @@ def rows_launch(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row
         ),
         rows * extent // _PER_WARP,
     )  # fmt: skip
+    return Cast(launch, (0, 4, 5))

@@ -19,7 +19,7 @@ from acceler8.formats import FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
 from acceler8.kernels._library import library, may_go_direct
-from acceler8.kernels._quantize_launch import WIDEST_ROW, as_bits, rows_launch, tiles_launch
+from acceler8.kernels._quantize_launch import WIDEST_ROW, Cast, as_bits, blocks_cast, rows_cast, words_cast
 from acceler8.kernels.amax import amax_launch
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.quantize import cast_fake, cast_ref
@@ -36,8 +36,7 @@ class _Plan(NamedTuple):
     device: torch.device
     find_amax: list[Launch]
     amax_count: int
-    cast: list[Launch]
-    is_one_pass: bool
+    cast: list[Cast]
 
 
 _plans: Plans[_Plan] = Plans()
@@ -73,10 +72,6 @@ def _concatenated_triton(
     stream, sources = stream_of(device), [address(w) for w in weights]
     at = [sources[0], *map(address, out)]  # an address that is not asked for is not read
     at_out = [at[i] for i in plan.places]
-    if plan.is_one_pass:
-        for cast, source in zip(plan.cast, sources, strict=True):
-            cast(stream, source, at_out[0], at_out[1])
-        return out
     found = kept = sources[0]
     known = sources[0] if amax is None else address(amax.view(torch.int32))
     staged = sources[0] if staging is None else address(staging.view(torch.int32))
@@ -112,29 +107,31 @@ def _make_plan(
     by_row = granularity is ROWWISE
     one_pass = by_row and cols is None and row_width <= WIDEST_ROW and all(w.stride(1) == 1 for w in weights)
     find_amax: list[Launch] = []
-    cast: list[Launch] = []
+    cast: list[Cast] = []
     start = 0
     for i, w in enumerate(weights):
+        end = start + w.shape[0]
+        stop = end if i < len(weights) - 1 else col_width
         if one_pass and rows is not None:
-            cast.append(rows_launch(w, rows, row_width, pow2, margin, start))
+            cast.append(rows_cast(w, rows, row_width, pow2, margin, start))
+        elif granularity.is_blockwise:
+            widths = row_width, col_width
+            cast.append(blocks_cast(w, rows, cols, granularity, widths, pow2, margin, row_offset=start, col_stop=stop))
         else:
-            end = start + w.shape[0]
             cast.append(
-                tiles_launch(
-                    w, rows, cols, granularity, (row_width, col_width), pow2, margin, amax, staging,
-                    cols_at=row_count if by_row and rows is not None else 0, row_offset=start,
-                    col_stop=end if i < len(weights) - 1 else col_width,
+                words_cast(
+                    w, rows, cols, (row_width, col_width), pow2, margin, amax, staging, by_row=by_row,
+                    cols_at=row_count if by_row and rows is not None else 0, row_offset=start, col_stop=stop,
                 )
             )  # fmt: skip
-            if by_row:
-                find_amax.append(
-                    amax_launch(w, rows=rows is not None, cols=cols is not None, row_offset=start, all_rows=row_count)
-                )
-            elif not granularity.is_blockwise:
-                find_amax.append(amax_launch(w, tensor=True, known=as_bits(amax)))
+            find_amax.append(
+                amax_launch(w, rows=rows is not None, cols=cols is not None, row_offset=start, all_rows=row_count)
+                if by_row
+                else amax_launch(w, tensor=True, known=as_bits(amax))
+            )
         start += w.shape[0]
     count = row_count * (rows is not None) + col_count * (cols is not None) if by_row else 1
-    return _Plan(outputs, places, weights[0].device, find_amax, count, cast, one_pass)
+    return _Plan(outputs, places, weights[0].device, find_amax, count, cast)
 
 
 def _concatenated(
