@@ -137,10 +137,10 @@ def gated_amax_kernel(  # type: ignore[no-untyped-def]
 @jit
 def gated_words_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
-    row_count, features, row_stride, across, cols_at, row_width, col_width,
+    row_count, features, row_stride, across, row_width, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
-    POW2: tl.constexpr, MARGIN: tl.constexpr, LINES: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -153,9 +153,9 @@ def gated_words_kernel(  # type: ignore[no-untyped-def]
     a2 = _act(x_ptr, out_ptr, rows + 2, cols, row_stride, row_count, features, KIND, HIGH)
     a3 = _act(x_ptr, out_ptr, rows + 3, cols, row_stride, row_count, features, KIND, HIGH)
     quantize_four(
-        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr, 0, cols_at, known_ptr,
+        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr, known_ptr,
         staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, row_width, col_width, col_width,
-        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, False, DELAYED, True, HARDWARE,
+        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
 
 
@@ -173,23 +173,23 @@ def _act(  # type: ignore[no-untyped-def]
 
 
 @jit
-def gated_blocks_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
-    row_count, features, row_stride, row_width, col_width,
+def gated_tiles_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, amax_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
+    row_count, features, row_stride, cols_at, row_width, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``act`` a program, with a scale for each block."""
-    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
+    """A tile of ``act`` a program, from the last to the first, as ``quantize_tiles_kernel``."""
+    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
     act = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, HIGH)
     quantize_both(
-        act, rows, cols, first_row, first_col, row_count, features, row_codes_ptr, row_inv_ptr, col_codes_ptr,
-        col_inv_ptr, row_width, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN,
-        GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+        act, rows, cols, first_row, first_col, row_count, features, amax_ptr, cols_at, row_codes_ptr, row_inv_ptr,
+        col_codes_ptr, col_inv_ptr, row_width, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX,
+        POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
     )  # fmt: skip
 
 
@@ -282,17 +282,15 @@ def _three(  # type: ignore[no-untyped-def]
 def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
     row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
-    row_count, features, d_row_stride, d_col_stride, row_stride, across, cols_at, act_at, col_width,
+    row_count, features, d_row_stride, d_col_stride, row_stride, across, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
-    POW2: tl.constexpr, MARGIN: tl.constexpr, LINES: tl.constexpr,
+    POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``d_gate``, ``d_up`` and ``act`` a program; three tiles read, up to five or seven written. Scales of
-    lines are ``scales_kernel``'s.
-    """
+    """A tile of ``d_gate``, ``d_up`` and ``act`` a program; three tiles read, up to five or seven written."""
     first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
     rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
     row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
@@ -314,56 +312,60 @@ def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     # codes of rows are never filled: half of their width is a multiple already
     quantize_four(
-        g0, g1, g2, g3, rows, cols, first_row, first_col, row_count, features, amax_ptr, 0, cols_at, known_ptr,
+        g0, g1, g2, g3, rows, cols, first_row, first_col, row_count, features, amax_ptr, known_ptr,
         staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, features, col_width,
-        col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, True, DELAYED, True, HARDWARE,
+        col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
     quantize_four(
-        u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr, 0,
-        cols_at, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features,
-        2 * features, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, True,
-        DELAYED, True, HARDWARE,
+        u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr,
+        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, 2 * features,
+        col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
     quantize_four(
-        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr + act_at, 0, 0, act_known_ptr,
+        a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr + 1, act_known_ptr,
         act_staging_ptr, act_codes_ptr, act_inv_ptr, act_codes_ptr, act_inv_ptr, features, features, col_width,
-        col_width, False, ACT, ACT_E5M2, ACT_E5M2, ACT_MAX, ACT_MAX, POW2, MARGIN, LINES, True, DELAYED, True, HARDWARE,
+        col_width, False, ACT, ACT_E5M2, ACT_E5M2, ACT_MAX, ACT_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
 
 
 @jit
 def _store_half(  # type: ignore[no-untyped-def]
-    x, rows, cols, first_row, first_col, row_count, stop, all_cols,
+    x, rows, cols, first_row, first_col, row_count, stop, all_cols, amax_ptr, cols_at,
     row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
     if ROW:  # never filled: half of the width is a multiple already
         quantize_tile(
-            x, rows, cols, first_row, first_col, row_count, stop, row_codes_ptr, row_inv_ptr, all_cols, stop,
-            ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, row_codes_ptr, row_inv_ptr,
+            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
         )  # fmt: skip
     if COL:
         quantize_tile(
-            tl.trans(x), cols, rows, first_col, first_row, stop, row_count, col_codes_ptr, col_inv_ptr, col_width,
-            col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            tl.trans(x), cols, rows, first_col, first_row, stop, row_count, amax_ptr + cols_at, col_codes_ptr,
+            col_inv_ptr, col_width, col_width, COL_E5M2, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            SCALED,
         )  # fmt: skip
 
 
 @jit
-def gated_backward_blocks_kernel(  # type: ignore[no-untyped-def]
-    d_ptr, x_ptr, inv_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
-    row_count, features, d_row_stride, d_col_stride, row_stride, col_width,
+def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
+    d_ptr, x_ptr, inv_ptr, amax_ptr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, col_width,
     KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """As ``gated_backward_words_kernel``, with a scale for each block; one tile after the other."""
-    first_row, first_col = tile_origin(tl.program_id(0), features, TILE)
+    """As ``gated_backward_words_kernel``, one tile after the other, with scales for rows and columns, which
+    ``scales_kernel`` has made (SCALED), or for blocks. From the last to the first, as ``quantize_tiles_kernel``.
+    """
+    first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
     d_gate, d_up, act = _three(
@@ -371,17 +373,18 @@ def gated_backward_blocks_kernel(  # type: ignore[no-untyped-def]
         features, KIND, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     _store_half(
-        d_gate, rows, cols, first_row, first_col, row_count, features, 2 * features, row_codes_ptr, row_inv_ptr,
-        col_codes_ptr, col_inv_ptr, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN,
-        GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+        d_gate, rows, cols, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
+        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     _store_half(
-        d_up, rows, cols + features, first_row, first_col + features, row_count, 2 * features, 2 * features,
-        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX,
-        COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+        d_up, rows, cols + features, first_row, first_col + features, row_count, 2 * features, 2 * features, amax_ptr,
+        cols_at, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
+        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
     )  # fmt: skip
     if ACT:
         quantize_tile(
-            tl.trans(act), cols, rows, first_col, first_row, features, row_count, act_codes_ptr, act_inv_ptr, col_width,
-            col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_codes_ptr,
+            act_inv_ptr, col_width, col_width, ACT_E5M2, ACT_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            SCALED,
         )  # fmt: skip

@@ -12,15 +12,18 @@ from torch import Tensor
 from acceler8.formats import E5M2, FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
-from acceler8.kernels._quantize_kernel import quantize_blocks_kernel, quantize_rows_kernel
+from acceler8.kernels._quantize_kernel import quantize_rows_kernel, quantize_tiles_kernel
 from acceler8.kernels._words_kernel import quantize_words_kernel
 from acceler8.kernels.amax import amax_launch
 from acceler8.scaling import GRANULARITIES, ROWWISE, Granularity
 
-# Local blocks must not straddle tiles. Multiples of every fill. Both orientations of 16384 x 4096 in BF16 (H200,
-# 2026-11-30): 1x128 122 us (8 warps 184, 16 warps 231).
-_BLOCK_TILE, _BLOCK_WARPS = 128, 4
-_ROWS, _COLS, GROUP, _WARPS = 64, 64, 8, 4
+# Local blocks must not straddle tiles; elsewhere small tiles hide the latency of transposing better. Multiples of every
+# fill. Both orientations of 16384 x 4096 in BF16 (H200, 2026-11-30): rowwise 89 us after its amax (tiles of 128: 94,
+# with 8 warps 120); 1x128 122 us (8 warps 184, 16 warps 231).
+_BLOCK_TILE, _TILE, _WARPS = 128, 64, 4
+# One scale a tensor, both orientations of 28672 x 4096 (H200, 2026-11-30): 138 us (8 warps and 128 rows 152, GROUP of 1
+# 145; as tiles 145)
+_ROWS, _COLS, GROUP, _WORDS_WARPS = 64, 64, 4, 4
 # Rows that a program holds whole: 32 elements a thread, 4096 in a program if the row is not longer
 WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
 
@@ -121,24 +124,22 @@ def _make_plan(
             outputs += [((shape[0], width), fmt.torch_dtype), (granularity.scale_shape(*shape), torch.float32)]
     if granularity is ROWWISE and rows is not None and cols is None and x.stride(1) == 1 and row_width <= WIDEST_ROW:
         return _Plan(outputs, x.device, None, 0, rows_cast(x, rows, row_width, pow2, margin))
-    if granularity.is_blockwise:
-        quantize = blocks_cast(x, rows, cols, granularity, (row_width, col_width), pow2, margin)
-        return _Plan(outputs, x.device, None, 0, quantize)
+    if not granularity.rows:
+        quantize = words_cast(x, rows, cols, (row_width, col_width), pow2, margin, amax, staging)
+        return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=as_bits(amax)), 1, quantize)
     by_row = granularity is ROWWISE
-    quantize = words_cast(
-        x, rows, cols, (row_width, col_width), pow2, margin, amax, staging, by_row=by_row,
+    quantize = tiles_cast(
+        x, rows, cols, granularity, (row_width, col_width), pow2, margin,
         cols_at=row_count if by_row and rows is not None else 0, found=column_amax,
     )  # fmt: skip
-    if column_amax is not None:
+    if granularity.is_blockwise or column_amax is not None:
         return _Plan(outputs, x.device, None, 0, quantize)
-    if by_row:
-        count = row_count * (rows is not None) + col_count * (cols is not None)
-        find_amax = amax_launch(x, rows=rows is not None, cols=cols is not None)
-        return _Plan(outputs, x.device, find_amax, count, quantize)
-    return _Plan(outputs, x.device, amax_launch(x, tensor=True, known=as_bits(amax)), 1, quantize)
+    count = row_count * (rows is not None) + col_count * (cols is not None)
+    find_amax = amax_launch(x, rows=rows is not None, cols=cols is not None)
+    return _Plan(outputs, x.device, find_amax, count, quantize)
 
 
-def blocks_cast(
+def tiles_cast(
     x: Tensor,
     rows: Format | None,
     cols: Format | None,
@@ -147,10 +148,13 @@ def blocks_cast(
     pow2: bool,
     margin: int,
     *,
+    cols_at: int,
     row_offset: int = 0,
     col_stop: int | None = None,
+    found: Tensor | None = None,
 ) -> Cast:
-    """Cast tensors like ``x`` with a scale for each block.
+    """Cast tensors like ``x`` with a scale for each row and column, whose amaxes were found, those of columns from
+    ``cols_at`` on, or for each block.
 
     ``widths`` are those of the codes of rows and of columns. Where ``x`` is rows ``row_offset`` on of a matrix, its
     codes go to their places in that matrix's, those of columns up to ``col_stop``.
@@ -158,18 +162,19 @@ def blocks_cast(
     row_count, col_count = x.shape
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
     stop = widths[1] if col_stop is None else col_stop
+    tile = _BLOCK_TILE if granularity.is_blockwise else _TILE
     launch = Launch(
-        quantize_blocks_kernel,
-        _triton.tiles(max(row_count, stop - row_offset), col_count, _BLOCK_TILE),
-        (x, torch.uint8, torch.float32, torch.uint8, torch.float32),
+        quantize_tiles_kernel,
+        _triton.tiles(max(row_count, stop - row_offset), col_count, tile),
+        (x, torch.int32 if found is None else found, torch.uint8, torch.float32, torch.uint8, torch.float32),
         (
-            row_count, col_count, *x.stride(), row_offset, *widths, stop, rows is not None, cols is not None,
+            row_count, col_count, *x.stride(), row_offset, cols_at, *widths, stop, rows is not None, cols is not None,
             fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin,
-            granularity.rows, granularity.cols, _triton.has_fp8_conversion(x.device), _BLOCK_TILE,
+            granularity.rows, granularity.cols, _triton.has_fp8_conversion(x.device), tile,
         ),
-        _BLOCK_WARPS,
+        _WARPS,
     )  # fmt: skip
-    return Cast(launch, (0, 4, 5, 6, 7))
+    return Cast(launch, (0, 1, 4, 5, 6, 7))
 
 
 def words_cast(
@@ -182,27 +187,22 @@ def words_cast(
     amax: Tensor | None,
     staging: Tensor | None,
     *,
-    by_row: bool,
-    cols_at: int,
     row_offset: int = 0,
     col_stop: int | None = None,
-    found: Tensor | None = None,
 ) -> Cast:
-    """Cast tensors like ``x`` with one scale, or ``by_row`` with one for each row and column, whose amaxes were found:
-    those of columns from ``cols_at`` on. Otherwise as ``blocks_cast``.
-    """
+    """Cast tensors like ``x`` with one scale. Otherwise as ``tiles_cast``."""
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
     stop = widths[1] if col_stop is None else col_stop
-    bits = [torch.int32 if t is None else t for t in (found, as_bits(amax), as_bits(staging))]
-    # lengths, strides, offsets, amaxes, codes' widths and stops, formats: of rows and of columns
+    known, staged = (torch.int32 if t is None else t for t in (as_bits(amax), as_bits(staging)))
+    # length, stride, offset, width and stop of codes, whether asked, format: of rows and of columns
     sides = [
-        (x.shape[0], x.stride(0), row_offset, 0, widths[0], widths[0], rows is not None, fmt),
-        (x.shape[1], x.stride(1), 0, cols_at, widths[1], stop, cols is not None, cols_fmt),
+        (x.shape[0], x.stride(0), row_offset, widths[0], widths[0], rows is not None, fmt),
+        (x.shape[1], x.stride(1), 0, widths[1], stop, cols is not None, cols_fmt),
     ]
     is_column_major = x.stride(0) == 1 and x.stride(1) != 1
     if is_column_major:  # the kernel reads along rows: it casts the transposed tensor, whose rows are these columns
         sides.reverse()
-    lengths, strides, offsets, amaxes, codes, stops, asked, formats = zip(*sides, strict=True)
+    lengths, strides, offsets, codes, stops, asked, formats = zip(*sides, strict=True)
     down, across = (
         -(-max(length, end - offset) // tile)
         for length, offset, end, tile in zip(lengths, offsets, stops[::-1], (_ROWS, _COLS), strict=True)
@@ -210,13 +210,13 @@ def words_cast(
     launch = Launch(
         quantize_words_kernel,
         down * across,
-        (x, *bits, torch.uint8, torch.float32, torch.uint8, torch.float32),
+        (x, torch.int32, known, staged, torch.uint8, torch.float32, torch.uint8, torch.float32),
         (
-            *lengths, *strides, across, *offsets, *amaxes, codes[0], stops[0], codes[1], stops[1], *asked,
-            *(f is E5M2 for f in formats), *(f.max for f in formats), pow2, 2.0**-margin, by_row, amax is not None,
+            *lengths, *strides, across, *offsets, codes[0], stops[0], codes[1], stops[1], *asked,
+            *(f is E5M2 for f in formats), *(f.max for f in formats), pow2, 2.0**-margin, amax is not None,
             offsets[0] % 4 == 0, _triton.has_fp8_conversion(x.device), _ROWS, _COLS, GROUP,
         ),
-        _WARPS,
+        _WORDS_WARPS,
     )  # fmt: skip
     return Cast(launch, (0, 1, 2, 3, 6, 7, 4, 5) if is_column_major else range(8))
 
@@ -228,7 +228,7 @@ def as_bits(amax: Tensor | None) -> Tensor | None:
 
 def rows_cast(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Cast:
     """Cast rows of tensors like ``x``, each with its own scale, from one read. ``width`` of the codes and
-    ``row_offset`` as in ``blocks_cast``.
+    ``row_offset`` as in ``tiles_cast``.
     """
     row_count, col_count = x.shape
     extent = 1 << (width - 1).bit_length()

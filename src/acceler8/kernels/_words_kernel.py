@@ -1,9 +1,10 @@
-"""Casts with one scale for a tensor, a row or a column, four rows at a time; ``_quantize_launch.py`` starts them.
+"""Casts with one scale for the whole tensor, four rows at a time; ``_quantize_launch.py`` starts them.
 
-Codes of columns are the transposed tile, which goes through shared memory. Moved as FP32 numbers, to be cast behind it,
-that takes four bytes an element and a second cast. Here a thread holds four neighbours of a column, one in each of four
-blocks of every fourth row: cast where they are, they move, and are stored, as one word of 32 bits. A cast to one scale
-serves both orientations. Scales of groups within a tile, which need its maxima, are ``_quantize_kernel.py``'s.
+One cast serves both orientations then. Codes of columns are the transposed tile, which goes through shared memory;
+moved as FP32 numbers, to be cast behind it, that takes four bytes an element and a second cast. Here a thread holds
+four neighbours of a column, one in each of four blocks of every fourth row: cast where they are, they move, and are
+stored, as one word of 32 bits. Where rows and columns have scales of their own this gains nothing (gated backward,
+H200, 2026-11-30: 1.59 ms against 1.47), so those casts are ``_quantize_kernel.py``'s.
 """
 
 from __future__ import annotations
@@ -77,23 +78,6 @@ def _tensor_scale(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _line_scale(  # type: ignore[no-untyped-def]
-    amax_ptr, inv_ptr, lines, count, start, TARGET: tl.constexpr, POW2: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
-    """Scales of rows or of columns; the tiles that ``start`` at 0 store the inverses.
-
-    SCALED: where amaxes lie, ``scales_kernel`` has put scales, and has stored their inverses.
-    """
-    amax = tl.load(amax_ptr + lines, mask=lines < count, other=0)
-    if SCALED:
-        return amax.to(tl.float32, bitcast=True)
-    else:
-        scale, scale_inv = scale_of(amax, TARGET, POW2, False)
-        tl.store(inv_ptr + lines, scale_inv, mask=(lines < count) & (tl.zeros_like(lines) + start == 0))
-        return scale
-
-
-@jit
 def _store_row(codes, rows, cols, row_count, stop, codes_ptr, width):  # type: ignore[no-untyped-def]
     inside = (rows < row_count)[:, None] & (cols < stop)[None, :]
     tl.store(codes_ptr + rows[:, None] * width + cols[None, :], codes, mask=inside)
@@ -108,59 +92,37 @@ def _store_byte(codes, rows, cols, stop, col_count, codes_ptr, width):  # type: 
 @jit
 def quantize_four(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, rows, cols, first_row, first_col, row_count, col_count,
-    amax_ptr, rows_at, cols_at, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
+    amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
     row_width, row_stop, col_width, col_stop,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
-    LINES: tl.constexpr, SCALED: tl.constexpr, DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile in the orientations asked; store codes and scales, and max its amax into ``staging`` if DELAYED.
+    """Quantise a tile in the orientations asked; store codes and scale, and max its amax into ``staging`` if DELAYED.
 
-    ``x0`` holds ``rows``, ``x1`` those behind each, and so on; zeros outside. One scale a tensor, or LINES: a row and a
-    column, whose amaxes lie at ``rows_at`` and ``cols_at``. Codes are stored up to ``row_stop`` along a row and up to
-    ``col_stop`` along a column, so that filler is stored as the zeros it is. WORDS: ``rows`` and ``col_width`` are
-    multiples of four.
+    ``x0`` holds ``rows``, ``x1`` those behind each, and so on; zeros outside. Codes are stored up to ``row_stop`` along
+    a row and up to ``col_stop`` along a column, so that filler is stored as the zeros it is. WORDS: ``rows`` and
+    ``col_width`` are multiples of four.
     """
     if DELAYED and (ROW or COL):
         tl.atomic_max(staging_ptr, _largest(x0, x1, x2, x3), sem="relaxed")
-    if not LINES and (ROW or COL):
-        is_first = tl.zeros([1, 1], tl.int64) + first_row + first_col == 0
+    zero = tl.zeros([1, 1], tl.int64)
+    is_first = zero + first_row + first_col == 0
     if ROW:
-        if LINES:
-            amax_of_rows = amax_ptr + rows_at
-            s0 = _line_scale(amax_of_rows, row_inv_ptr, rows, row_count, first_col, ROW_MAX * MARGIN, POW2, SCALED)[
-                :, None
-            ]
-            s1 = _line_scale(
-                amax_of_rows, row_inv_ptr, rows + 1, row_count, first_col, ROW_MAX * MARGIN, POW2, SCALED
-            )[:, None]  # fmt: skip
-            s2 = _line_scale(
-                amax_of_rows, row_inv_ptr, rows + 2, row_count, first_col, ROW_MAX * MARGIN, POW2, SCALED
-            )[:, None]  # fmt: skip
-            s3 = _line_scale(
-                amax_of_rows, row_inv_ptr, rows + 3, row_count, first_col, ROW_MAX * MARGIN, POW2, SCALED
-            )[:, None]  # fmt: skip
-        else:
-            s0, scale_inv = _tensor_scale(amax_ptr, known_ptr, ROW_MAX * MARGIN, POW2, DELAYED)
-            tl.store(row_inv_ptr + tl.zeros([1, 1], tl.int32), scale_inv, mask=is_first)
-            s1, s2, s3 = s0, s0, s0
-        c0 = encode(x0, s0, ROW_MAX, ROW_E5M2, HARDWARE)
-        c1 = encode(x1, s1, ROW_MAX, ROW_E5M2, HARDWARE)
-        c2 = encode(x2, s2, ROW_MAX, ROW_E5M2, HARDWARE)
-        c3 = encode(x3, s3, ROW_MAX, ROW_E5M2, HARDWARE)
+        scale, scale_inv = _tensor_scale(amax_ptr, known_ptr, ROW_MAX * MARGIN, POW2, DELAYED)
+        tl.store(row_inv_ptr + zero, scale_inv, mask=is_first)
+        c0 = encode(x0, scale, ROW_MAX, ROW_E5M2, HARDWARE)
+        c1 = encode(x1, scale, ROW_MAX, ROW_E5M2, HARDWARE)
+        c2 = encode(x2, scale, ROW_MAX, ROW_E5M2, HARDWARE)
+        c3 = encode(x3, scale, ROW_MAX, ROW_E5M2, HARDWARE)
         _store_row(c0, rows, cols, row_count, row_stop, row_codes_ptr, row_width)
         _store_row(c1, rows + 1, cols, row_count, row_stop, row_codes_ptr, row_width)
         _store_row(c2, rows + 2, cols, row_count, row_stop, row_codes_ptr, row_width)
         _store_row(c3, rows + 3, cols, row_count, row_stop, row_codes_ptr, row_width)
     if COL:
-        if LINES:
-            scale = _line_scale(
-                amax_ptr + cols_at, col_inv_ptr, cols, col_count, first_row, COL_MAX * MARGIN, POW2, SCALED
-            )[None, :]  # fmt: skip
-        else:
-            scale, scale_inv = _tensor_scale(amax_ptr, known_ptr, COL_MAX * MARGIN, POW2, DELAYED)
-            tl.store(col_inv_ptr + tl.zeros([1, 1], tl.int32), scale_inv, mask=is_first)
-        if LINES or not ROW or ROW_E5M2 != COL_E5M2:
+        scale, scale_inv = _tensor_scale(amax_ptr, known_ptr, COL_MAX * MARGIN, POW2, DELAYED)
+        tl.store(col_inv_ptr + zero, scale_inv, mask=is_first)
+        if not ROW or ROW_E5M2 != COL_E5M2:
             c0 = encode(x0, scale, COL_MAX, COL_E5M2, HARDWARE)
             c1 = encode(x1, scale, COL_MAX, COL_E5M2, HARDWARE)
             c2 = encode(x2, scale, COL_MAX, COL_E5M2, HARDWARE)
@@ -186,15 +148,14 @@ def _load(x_ptr, rows, cols, row_stride, col_stride, row_count, col_count):  # t
 @jit
 def quantize_words_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
-    row_count, col_count, row_stride, col_stride, across, row_offset, col_offset, rows_at, cols_at,
+    row_count, col_count, row_stride, col_stride, across, row_offset, col_offset,
     row_width, row_stop, col_width, col_stop,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
-    LINES: tl.constexpr, DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x`` lies at ``row_offset``, ``col_offset`` of the matrix that is written.
-    """
+    """A tile a program. ``x`` lies at ``row_offset``, ``col_offset`` of the matrix that is written."""
     first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
     rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
@@ -204,8 +165,7 @@ def quantize_words_kernel(  # type: ignore[no-untyped-def]
     x3 = _load(x_ptr, rows + 3, cols, row_stride, col_stride, row_count, col_count)
     quantize_four(
         x0, x1, x2, x3, rows + row_offset, cols + col_offset, first_row + row_offset, first_col + col_offset,
-        row_count + row_offset, col_count + col_offset, amax_ptr, rows_at, cols_at, known_ptr, staging_ptr,
+        row_count + row_offset, col_count + col_offset, amax_ptr, known_ptr, staging_ptr,
         row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, hidden(row_stop, COLS), col_width,
-        hidden(col_stop, ROWS), ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, LINES, False, DELAYED,
-        WORDS, HARDWARE,
+        hidden(col_stop, ROWS), ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, WORDS, HARDWARE,
     )  # fmt: skip

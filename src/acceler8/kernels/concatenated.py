@@ -19,7 +19,7 @@ from acceler8.formats import FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
 from acceler8.kernels._library import library, may_go_direct
-from acceler8.kernels._quantize_launch import WIDEST_ROW, Cast, as_bits, blocks_cast, rows_cast, words_cast
+from acceler8.kernels._quantize_launch import WIDEST_ROW, Cast, as_bits, rows_cast, tiles_cast, words_cast
 from acceler8.kernels.amax import amax_launch
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.quantize import cast_fake, cast_ref
@@ -104,7 +104,7 @@ def _make_plan(
             outputs += [((shape[0], width), fmt.torch_dtype), (granularity.scale_shape(*shape), torch.float32)]
     first = 2 * (rows is not None)
     places = (1 if rows else 0, 2 if rows else 0, first + 1 if cols else 0, first + 2 if cols else 0)
-    by_row = granularity is ROWWISE
+    by_row, widths = granularity is ROWWISE, (row_width, col_width)
     one_pass = by_row and cols is None and row_width <= WIDEST_ROW and all(w.stride(1) == 1 for w in weights)
     find_amax: list[Launch] = []
     cast: list[Cast] = []
@@ -114,21 +114,20 @@ def _make_plan(
         stop = end if i < len(weights) - 1 else col_width
         if one_pass and rows is not None:
             cast.append(rows_cast(w, rows, row_width, pow2, margin, start))
-        elif granularity.is_blockwise:
-            widths = row_width, col_width
-            cast.append(blocks_cast(w, rows, cols, granularity, widths, pow2, margin, row_offset=start, col_stop=stop))
+        elif not granularity.rows:
+            cast.append(words_cast(w, rows, cols, widths, pow2, margin, amax, staging, row_offset=start, col_stop=stop))
+            find_amax.append(amax_launch(w, tensor=True, known=as_bits(amax)))
         else:
             cast.append(
-                words_cast(
-                    w, rows, cols, (row_width, col_width), pow2, margin, amax, staging, by_row=by_row,
+                tiles_cast(
+                    w, rows, cols, granularity, widths, pow2, margin,
                     cols_at=row_count if by_row and rows is not None else 0, row_offset=start, col_stop=stop,
                 )
             )  # fmt: skip
-            find_amax.append(
-                amax_launch(w, rows=rows is not None, cols=cols is not None, row_offset=start, all_rows=row_count)
-                if by_row
-                else amax_launch(w, tensor=True, known=as_bits(amax))
-            )
+            if by_row:
+                find_amax.append(
+                    amax_launch(w, rows=rows is not None, cols=cols is not None, row_offset=start, all_rows=row_count)
+                )
         start += w.shape[0]
     count = row_count * (rows is not None) + col_count * (cols is not None) if by_row else 1
     return _Plan(outputs, places, weights[0].device, find_amax, count, cast)
