@@ -3,11 +3,12 @@
     python benchmarks/bench_loss_parity.py --out parity.json [--jobs 6] [--steps 2000] [--seeds 3] [VARIANT ...]
     python benchmarks/bench_loss_parity.py --tables parity.json [--png curves.png]
 
-Every training of a seed starts from the same weights and sees the same windows of the source of Python's standard
-library, so that all that differs is the precision; the loss is that of a million bytes of files that no training saw,
-in high precision, as ``eval()`` gives it. What two trainings differ by anyway is measured too: ``bf16-moved`` is BF16
-with one weight moved by 1e-6. A variant passes if the 95 % interval of its mean difference from BF16 (Student's t over
-the seeds) lies within 0.25 % of BF16's loss plus the half-width of ``bf16-moved``'s interval.
+Every training of a seed starts from the same weights and sees the same windows of a text (``--text``, as the demo's; by
+default the source of Python's standard library), so that all that differs is the precision; the loss is that of a
+million bytes of files that no training saw, in high precision, as ``eval()`` gives it. What two trainings differ by
+anyway is measured too: ``bf16-moved`` is BF16 with one weight moved by 1e-6. A variant passes if the 95 % interval of
+its mean difference from BF16 (Student's t over the seeds) lies within 0.25 % of BF16's loss plus the half-width of
+``bf16-moved``'s interval.
 
 Trainings are processes of their own, ``--jobs`` at a time on each GPU. What is done is written as it ends; a run that
 was cut short continues with the same ``--out``.
@@ -55,10 +56,10 @@ Run = dict[str, Any]
 # ------------------------------------------------------------------------------------------------ one training
 
 
-def train(size_name: str, variant: str, seed: int, steps: int) -> Run:
+def train(size_name: str, variant: str, seed: int, steps: int, text: str, lr: float) -> Run:
     """Train once; losses every ``CURVE_EVERY`` steps, held-out loss at quarters of the way."""
     size = SIZES[size_name]
-    corpus = load_corpus(STANDARD_LIBRARY, size.seq)
+    corpus = load_corpus(text, size.seq)
     held_out = held_out_windows(corpus.held_out, batch=64, seq=size.seq, tokens=HELD_OUT_BYTES[size_name])
     is_fp8 = not variant.startswith(BASELINE)
     handlers = []
@@ -74,7 +75,7 @@ def train(size_name: str, variant: str, seed: int, steps: int) -> Run:
         {"params": [p for p in plain.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in plain.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=size.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_and_cosine(step + 1, steps))
     model, optimizer, scheduler = accelerator.prepare(plain, optimizer, scheduler)
     curve: list[tuple[int, float]] = []
@@ -95,7 +96,8 @@ def train(size_name: str, variant: str, seed: int, steps: int) -> Run:
         if step % max(1, steps // 4) == 0 or step == steps:
             held.append((step, held_out_loss(model, held_out, accelerator.device)))
     return {
-        "variant": variant, "seed": seed, "steps": steps, "curve": curve, "held_out": held,
+        "variant": variant, "seed": seed, "steps": steps, "text": corpus.source, "lr": lr, "curve": curve,
+        "held_out": held,
         "parameters": sum(p.numel() for p in model.parameters()), "seconds": round(time.monotonic() - started, 1),
         "fp8_layers": 0 if accelerator.plan is None else len(accelerator.plan.fp8_names),
         "train_bytes": len(corpus.train), "held_out_bytes": sum(windows[:, 1:].numel() for windows in held_out),
@@ -125,12 +127,14 @@ def held_out_loss(model: nn.Module, held_out: list[Tensor], device: torch.device
 # ---------------------------------------------------------------------------------------------- many trainings
 
 
-def run_all(out: Path, size: str, steps: int, seeds: int, variants: list[str], jobs: int) -> None:
+def run_all(out: Path, options: list[str], seeds: int, variants: list[str], jobs: int) -> None:
     """Train what ``out`` does not have yet, seed by seed, each in a process of its own."""
-    data: dict[str, Any] = {"size": size, "facts": facts(), "runs": []}
+    data: dict[str, Any] = {"options": options, "facts": facts(), "runs": []}
     if out.exists():
         data = json.loads(out.read_text())
-    done = {(run["variant"], run["seed"]) for run in data["runs"] if run["steps"] == steps}
+        if data["options"] != options:
+            raise SystemExit(f"{out} holds trainings of {data['options']}, not of {options}; name another --out")
+    done = {(run["variant"], run["seed"]) for run in data["runs"]}
     todo = [(v, s) for s in range(seeds) for v in variants if (v, s) not in done]
     gpus: queue.Queue[int] = queue.Queue()
     for job in range(jobs * max(1, torch.cuda.device_count())):
@@ -139,7 +143,7 @@ def run_all(out: Path, size: str, steps: int, seeds: int, variants: list[str], j
     def work(variant: str, seed: int) -> Run:
         gpu = gpus.get()
         try:
-            command = [sys.executable, __file__, "--one", variant, str(seed), "--size", size, "--steps", str(steps)]
+            command = [sys.executable, __file__, "--one", variant, str(seed), *options]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
             ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         finally:
@@ -212,8 +216,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
                 for step, loss in run["held_out"]}  # fmt: skip
     for variant in dict.fromkeys(run["variant"] for run in data["runs"]):
         runs = [run for run in data["runs"] if run["variant"] == variant]
-        for run in runs[:1]:
-            left.plot(*zip(*run["curve"], strict=True), label=variant, linewidth=0.8)
+        first = min(runs, key=lambda run: run["seed"])
+        left.plot(*zip(*first["curve"], strict=True), label=variant, linewidth=0.8)
         steps = [step for step, _ in runs[0]["held_out"]]
         off = [
             statistics.mean(100 * (dict(run["held_out"])[step] / baseline[run["seed"], step] - 1) for run in runs)
@@ -234,20 +238,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of all trainings; those it has are not done again")
     parser.add_argument("--size", choices=SIZES, default="135m")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument("--text", default=STANDARD_LIBRARY, help="a file or folder to train on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=6, help="trainings at a time on each GPU")
     parser.add_argument("--tables", type=Path, metavar="JSON", help="print what was measured and do nothing else")
     parser.add_argument("--png", type=Path, help="draw it")
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    steps = args.steps or SIZES[args.size].steps
+    steps, lr = args.steps or SIZES[args.size].steps, args.lr or SIZES[args.size].lr
     if args.one:
-        print(json.dumps(train(args.size, args.one[0], int(args.one[1]), steps)))
+        print(json.dumps(train(args.size, args.one[0], int(args.one[1]), steps, args.text, lr)))
         return
     if args.tables is None:
         if args.out is None:
             parser.error("--out is needed")
-        run_all(args.out, args.size, steps, args.seeds, args.variants, args.jobs)
+        options = ["--size", args.size, "--steps", str(steps), "--lr", str(lr), "--text", args.text]
+        run_all(args.out, options, args.seeds, args.variants, args.jobs)
     data = json.loads((args.tables or args.out).read_text())
     print(table(data))
     if args.png:
