@@ -32,6 +32,9 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path):
     loaded = CostTable.load(tmp_path / "deep" / "table.json")
     assert loaded == table
     assert loaded.path == tmp_path / "deep" / "table.json"
+    assert loaded.timing == "graph"
+    synthetic(timing="eager").save(tmp_path / "calls.json")
+    assert CostTable.load(tmp_path / "calls.json").timing == "eager"
     assert loaded.recipes == ("rowwise",)
     data = json.loads((tmp_path / "deep" / "table.json").read_text())
     assert (data["format"], data["version"], data["source"]) == ("acceler8-costs", 1, "derived")
@@ -73,6 +76,11 @@ def test_the_users_own_table_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert found is not None
     assert found.commit == "own"
     assert CostTable.for_this_gpu("Another GPU", [own, shipped]) is None
+    synthetic(commit="measured anew").save(own / file_name("Some GPU"))
+    found = CostTable.for_this_gpu("Some GPU", [own, shipped])
+    assert found is not None
+    assert found.commit == "measured anew"
+    assert found is CostTable.for_this_gpu("Some GPU", [own, shipped])  # read once
     assert CostTable.for_this_gpu("some-gpu", [own, shipped]) is None  # the same file name, another GPU
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "acceler8" / "cost_tables"
@@ -95,6 +103,7 @@ def test_shipped_tables_are_sound():
         ({"format": "other"}, "allowed: 'acceler8-costs' version 1"),
         ({"version": 2}, "version 2; allowed"),
         ({"source": "guessed"}, "source 'guessed'; allowed: measured, derived"),
+        ({"timing": "guessed"}, "timing 'guessed'; allowed: graph, eager"),
         ({"entries": [{"m": 1, "k": 1, "n": 1, "recipe": "bf16", "ms": 0}]}, "allowed: positive numbers"),
         ({"entries": [{"m": 1, "k": 1, "n": 1, "recipe": "bf16"}]}, "KeyError 'ms'"),
     ],

@@ -1,18 +1,21 @@
 """What a linear layer costs on a GPU, forward and backward, in BF16 and in FP8: a measured table, read between points.
 
-FP8 gains where the GEMMs are large and loses where casts and launches weigh more; where that turns depends on the GPU.
+FP8 gains where the GEMMs are large and loses where casts weigh more; where that turns depends on the GPU.
 ``acceler8 bench gemm --save`` measures a grid of shapes and writes a table; ``CostTable.for_this_gpu()`` finds it, or
 one that the package ships for the same GPU. Between points of the grid log(ms) is linear in log(M), log(K) and log(N),
 which is exact for a power law. Outside of the grid, and where a corner was not measured, there is no answer: an
 extrapolated one would look like a measured one.
 
 A file is JSON: ``format`` ("acceler8-costs"), ``version``, ``gpu``, ``torch``, ``date``, ``commit``, ``source``
-("measured", or "derived" from another table, as ``derivation`` then says), and ``entries``, each with ``m`` (tokens),
-``k`` (in_features), ``n`` (out_features), ``recipe`` ("bf16" or a recipe's name) and ``ms``.
+("measured", or "derived" from another table, as ``derivation`` then says), ``timing`` ("graph": what the GPU was busy
+for, in replayed CUDA graphs; "eager": calls, with the waits for the host), and ``entries``, each with ``m`` (tokens),
+``k`` (in_features), ``n`` (out_features), ``recipe`` ("bf16" or a recipe's name) and ``ms``. All times of a table are
+of one timing, else they could not be compared.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "acceler8-costs", 1
 BF16 = "bf16"
 SOURCES = ("measured", "derived")
+TIMINGS = ("graph", "eager")
 SHIPPED = Path(__file__).parent / "cost_tables"
 
 Shape = tuple[int, int, int]
@@ -74,6 +78,8 @@ class CostTable:
     source: str
     entries: Mapping[str, Mapping[Shape, float]]
     """Recipe, or ``bf16`` -> shape -> ms."""
+    timing: str = "graph"
+    """``graph``: what the GPU was busy for; ``eager``: calls, with the waits for the host."""
     derivation: str = ""
     """How a derived table was made; empty for a measured one."""
     path: Path | None = field(default=None, compare=False)
@@ -112,21 +118,21 @@ class CostTable:
             )
         if data["source"] not in SOURCES:
             raise ValueError(f"got source {data['source']!r}; allowed: {', '.join(SOURCES)}")
+        if data["timing"] not in TIMINGS:
+            raise ValueError(f"got timing {data['timing']!r}; allowed: {', '.join(TIMINGS)}")
         entries: dict[str, dict[Shape, float]] = {}
         for entry in data["entries"]:
             shape, ms = (int(entry["m"]), int(entry["k"]), int(entry["n"])), float(entry["ms"])
             if min(shape) < 1 or not (math.isfinite(ms) and ms > 0):
                 raise ValueError(f"got shape {shape} with {ms} ms; allowed: positive numbers")
             entries.setdefault(str(entry["recipe"]), {})[shape] = ms
-        said = {key: str(data[key]) for key in ("gpu", "torch", "date", "commit", "source")}
+        said = {key: str(data[key]) for key in _HEAD}
         return cls(**said, derivation=str(data.get("derivation", "")), entries=entries, path=path)
 
     def save(self, path: Path | str) -> None:
         """Write the file, with one entry a line. Raises RunError if that fails."""
         path = Path(path)
-        head = {"format": FORMAT, "version": VERSION} | {
-            key: getattr(self, key) for key in ("gpu", "torch", "date", "commit", "source")
-        }
+        head = {"format": FORMAT, "version": VERSION} | {key: getattr(self, key) for key in _HEAD}
         if self.derivation:
             head["derivation"] = self.derivation
         lines = [
@@ -158,7 +164,8 @@ class CostTable:
         for folder in (user_folder(), SHIPPED) if folders is None else folders:
             path = folder / file_name(gpu)
             if path.is_file():
-                table = cls.load(path)
+                stat = path.stat()
+                table = _load_once(path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
                 if table.gpu == gpu:
                     return table
         return None
@@ -188,6 +195,13 @@ class CostTable:
         return None if bf16 is None or fp8 is None else (bf16, fp8)
 
 
+@functools.lru_cache(maxsize=4)
+def _load_once(path: Path, version: tuple[int, ...]) -> CostTable:
+    """The table in a file that is as it was then: each plan asks, and reading takes longer than a small plan."""
+    return CostTable.load(path)
+
+
+_HEAD = ("gpu", "torch", "date", "commit", "source", "timing")
 _REMEDY = "delete it, or measure it anew with `acceler8 bench gemm --save`"
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from acceler8.bench.timing import Spread, call_ms, percentile, turn_ms
+from acceler8.bench.timing import Spread, call_ms, percentile, queued_ms, turn_ms
 from acceler8.errors import RunError
 
 CPU = torch.device("cpu")
@@ -47,3 +47,15 @@ def test_times_are_those_of_the_work():
     assert min(times) >= 3.0
     spread = call_ms(lambda: time.sleep(0.002), CPU, repeats=2, warmup=0, flush=False, sample_ms=6.0)
     assert 2.0 <= spread.median < 20.0
+
+
+def test_queued_calls_take_turns_of_as_many_as_fill_a_sample():
+    calls: list[str] = []
+    works = {name: lambda name=name: (calls.append(name), time.sleep(0.001)) for name in "ab"}
+    spreads = queued_ms(works, {"a": 1.0, "b": 10.0}, CPU, rounds=2, sample_ms=3.0)
+    assert "".join(calls) == "b" + "aaab" + "baaa"
+    assert all(1.0 <= spread.median < 10.0 and spread.count == 2 for spread in spreads.values())
+
+
+def test_a_part_of_a_spread():
+    assert Spread.of([2.0, 4.0, 6.0]).divided(2) == Spread.of([1.0, 2.0, 3.0])

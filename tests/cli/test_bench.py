@@ -83,6 +83,21 @@ def test_gemm_checks_and_times_products_and_layers(tmp_path: Path, capsys: pytes
     assert all(row["values"]["sqnr_db"] > 25 and row["ms"] for row in data["rows"])
     (layers,) = data["tables"].values()
     assert [row["name"] for row in layers] == ["bf16", "rowwise", "delayed"]
+    assert {row["labels"]["timing"] for row in layers} == {"eager"}
+
+
+def test_gemm_measures_the_layers_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "result.json"
+    arguments = ["bench", "gemm", "--device", "cpu", "--preset", "tiny", "--recipes", "rowwise"]
+    assert run_main([*arguments, "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Linear layers of tiny, 64 tokens, bfloat16 weights; all: of 2 layers" in shown
+    assert "64x64x64+32+32" in shown
+    data = json.loads(path.read_text())
+    check_schema(data, "gemm")
+    layers = list(dict.fromkeys(row["labels"]["layer"] for row in data["rows"]))
+    assert layers == ["q, k, v", "o", "gate, up", "down", "gate, up, down", "all"]
+    assert all(row["values"]["speed_against_bf16"] > 0 for row in data["rows"])
 
 
 def test_op_checks_and_times_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -171,6 +186,10 @@ def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch: pytest.MonkeyPat
         (["gemm", "table.json"], "got the file 'table.json' without --save"),
         (["gemm", "--save", "--device", "cpu"], "a cost table is measured on the GPU that it is for"),
         (["gemm", "--save", "--shapes", "16x16x16"], "--save goes without --shapes"),
+        (["gemm", "--save", "--preset", "tiny"], "--save goes without --shapes, --preset"),
+        (["gemm", "--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
+        (["gemm", "--preset", "tiny", "--shapes", "16x16x16"], "got --preset and --shapes; allowed: one of them"),
+        (["gemm", "--preset", "hf-llama-1b", "--device", "cpu"], "it needs a CUDA GPU with about 64 GiB free"),
     ],
 )
 def test_bad_input_is_one_message(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import acceler8
 from acceler8 import recipes
+from acceler8.conversion.graphed_step import CudaGraphs
 from acceler8.errors import PlanError, RunError
 from acceler8.nn import state_of
 from tests.models import Mlp
@@ -298,3 +299,18 @@ def test_a_checkpoint_of_a_graphed_training_goes_on_as_an_eager_one(recipe):
     twin = copy.deepcopy(model)
     x = batch(7, "cuda")
     assert torch.equal(twin(x), model(x))
+
+
+@gpu
+def test_graphs_are_captured_again_while_a_tensor_of_those_that_are_gone_is_alive():
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs = CudaGraphs(device)
+    x = torch.ones(2**20, device=device)
+    graphs.warm_up(lambda: x + 1)
+    replay, left = graphs.record(lambda: x + 1)
+    del replay
+    replay, result = graphs.record(lambda: x + 2)
+    replay()
+    torch.cuda.synchronize(device)
+    assert float(result[0]) == 3.0
+    assert left.shape == x.shape

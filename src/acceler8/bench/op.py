@@ -17,7 +17,8 @@ from torch import Tensor
 
 from acceler8.bench import timing
 from acceler8.bench.facts import facts
-from acceler8.bench.gemm import Say, said
+from acceler8.bench.gemm import Say
+from acceler8.bench.layers import said
 from acceler8.bench.results import Result, Row, one_line
 from acceler8.errors import RunError, unknown_name
 from acceler8.formats import E4M3

@@ -50,6 +50,10 @@ class Spread:
             count=len(times_ms),
         )
 
+    def divided(self, by: int) -> Spread:
+        """Of one part, where the times were those of ``by`` equal ones."""
+        return Spread(p20=self.p20 / by, median=self.median / by, p80=self.p80 / by, count=self.count)
+
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
@@ -128,6 +132,44 @@ def rounds_ms(
                 cache.zero_()
             times[name] += [sum(turn_ms(works[name], calls, device)) / calls]
     return {name: Spread.of(values) for name, values in times.items()}
+
+
+def queued_ms(
+    works: Mapping[str, Callable[[], object]],
+    once_ms: Mapping[str, float],
+    device: torch.device,
+    *,
+    rounds: int = 5,
+    sample_ms: float = 1.0,
+) -> dict[str, Spread]:
+    """Milliseconds of one call of each on a GPU that never waits for the host: for replays, which cost it little.
+
+    ``once_ms`` is about how long each takes. Turns of as many calls as take ``sample_ms``, at least one, in an order
+    that moves on every round; all are queued before the first is waited for. One call that is not timed opens them.
+    """
+    calls = {name: max(1, min(20, round(sample_ms / max(1e-6, once)))) for name, once in once_ms.items()}
+    names = list(works)
+    works[names[-1]]()
+    turns: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            turns[name].append(_queue(works[name], calls[name], device))
+    synchronize(device)
+    return {name: Spread.of([total() / calls[name] for total in found]) for name, found in turns.items()}
+
+
+def _queue(work: Callable[[], object], count: int, device: torch.device) -> Callable[[], float]:
+    """Call it ``count`` times; what the result gives, behind a synchronisation, is the milliseconds of all."""
+    if device.type != "cuda":
+        total = sum(turn_ms(work, count, device))
+        return lambda: total
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    return lambda: start.elapsed_time(end)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -160,6 +160,9 @@ def gemm(
     shapes: Annotated[
         str | None, typer.Option(metavar="MxKxN,...", help="Tokens, inputs, outputs. Default: those of the presets.")
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"The layers of this one alone, as they run in its model: {', '.join(PRESETS)}.")
+    ] = None,
     recipes: Recipes = None,
     save: Annotated[
         bool, typer.Option("--save", help="Measure layers over a grid and write the cost table of this GPU.")
@@ -171,38 +174,66 @@ def gemm(
 ) -> None:
     """Multiply in BF16 and in each way of FP8, and run linear layers forward and backward.
 
-    With --save, layers over a grid of shapes (under 3 minutes), written as the table that plans read.
+    Layers are timed by what the GPU is busy for. With --preset, the layers of its model, q/k/v and the MLP as they run
+    there. With --save, layers over a grid of shapes (under 3 minutes), written as the table that plans read.
     """
     from acceler8.bench import facts
     from acceler8.bench import gemm as bench
-    from acceler8.cli.bench_display import GEMM_COLUMNS, BenchDisplay, check_outputs
+    from acceler8.bench.layers import layer_recipes
+    from acceler8.bench.presets import preset_named
+    from acceler8.cli.bench_display import GEMM_COLUMNS, LAYER_COLUMNS, BenchDisplay, check_outputs
     from acceler8.errors import HardwareError, RunError
 
     where = facts.resolve_device(device)
     chosen = bench.parse_shapes(shapes) if shapes else bench.TINY_SHAPES if where.type == "cpu" else bench.SHAPES
-    names = bench.layer_recipes(where, _split(recipes))
+    model = None if preset is None else preset_named(preset)
+    names = layer_recipes(where, _split(recipes))
     display = BenchDisplay()
     if path is not None and not save:
         raise RunError(f"got the file {str(path)!r} without --save; allowed: --save {path}; or --json for the tables")
     if save:
-        if shapes or json_path or png_path:
-            raise RunError("--save goes without --shapes, --json and --png; run them one after the other")
+        if shapes or model or json_path or png_path:
+            raise RunError("--save goes without --shapes, --preset, --json and --png; run them one after the other")
         if where.type == "cpu":
             raise HardwareError("--save got the CPU; a cost table is measured on the GPU that it is for")
         _save_costs(display, where, names, path, budget)
         return
+    if model is not None and shapes:
+        raise RunError("got --preset and --shapes; allowed: one of them; run them one after the other")
     check_outputs(json_path, png_path)
+    if model is not None:
+        _preset_layers(display, model, names, where, json_path, png_path)
+        return
     result = bench.measure(chosen, names, where, say=display.progress)
     display.table("GEMMs, operands cast already; SQNR against float64", result.rows, GEMM_COLUMNS)
     for title, rows in result.tables.items():
-        display.table(f"{title}; worst SQNR against BF16", rows, GEMM_COLUMNS)
+        display.table(f"{title}; worst SQNR against BF16", rows, LAYER_COLUMNS)
+    display.finish(result, json_path, png_path)
+    _exit(result)
+
+
+def _preset_layers(
+    display: BenchDisplay,
+    preset: Preset,
+    names: list[str],
+    where: torch.device,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """The linear layers of a preset's model."""
+    from acceler8.bench.preset_layers import measure
+    from acceler8.cli.bench_display import PRESET_COLUMNS
+
+    result = measure(preset, names, where, say=display.progress)
+    title = f"Linear layers of {preset.name}, {preset.tokens} tokens, {preset.parameters} weights"
+    display.table(f"{title}; all: of {preset.layers} layers; worst SQNR against BF16", result.rows, PRESET_COLUMNS)
     display.finish(result, json_path, png_path)
     _exit(result)
 
 
 def _save_costs(display: BenchDisplay, where: torch.device, names: list[str], path: Path | None, budget: float) -> None:
     """Measure the grid, write it, and say where FP8 gains."""
-    from acceler8.bench.gemm import measure_costs
+    from acceler8.bench.cost_grid import measure_costs
     from acceler8.bench.results import check_writable
     from acceler8.costs import file_name, user_folder
 

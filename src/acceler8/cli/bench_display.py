@@ -69,6 +69,21 @@ GEMM_COLUMNS: list[Column] = [
     ("SQNR dB", value("sqnr_db", "{:.1f}")),
 ]
 
+LAYER_COLUMNS: list[Column] = [
+    *GEMM_COLUMNS,
+    ("timing", label("timing")),
+    ("eager ms, host included", value("eager_ms", "{:.3f}")),
+    ("eager, of BF16", value("eager_speed_against_bf16", "{:.2f}x")),
+]
+
+PRESET_COLUMNS: list[Column] = [
+    ("layer", label("layer")),
+    ("MxKxN", label("shape")),
+    ("ms", lambda row: f"{row.values['layers_ms']:.2f}" if "layers_ms" in row.values else milliseconds(row)),
+    *LAYER_COLUMNS[2:],
+    ("planned", label("planned")),
+]
+
 MODEL_COLUMNS = [column for column in STEP_COLUMNS if column[0] not in ("tokens/s", "TFLOP/s", "of floor")]
 GB = 1e-9
 MEMORY_COLUMNS: list[Column] = [

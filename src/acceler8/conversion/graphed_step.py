@@ -22,6 +22,7 @@ on a side stream. That takes a module's forward and backward apart; here optimiz
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -49,11 +50,12 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """``torch.cuda.CUDAGraph``, all in one memory pool, on a stream of their own."""
+    """``torch.cuda.CUDAGraph``, all that live in one memory pool, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """Eagerly, on the stream on which graphs are captured: gradients are added where they were made."""
@@ -67,9 +69,12 @@ class CudaGraphs:
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture; nothing runs on the GPU."""
+        if not self._alive:  # PyTorch refuses a pool whose graphs are gone while a tensor still lies in it
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = function()
+        self._alive.add(graph)
         return graph.replay, result
 
 
