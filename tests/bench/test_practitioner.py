@@ -48,7 +48,13 @@ def test_three_tables(least: Preset, text: str):
     preset = dataclasses.replace(least, loop="prepared", parameters="float32", length=32, lr=3e-3)
     account = Account(epochs=2, epoch_steps=12, held_out_bytes=512, text=text)
     variants = select("prepared", CPU, ["rowwise"])
-    result = measure(preset, variants, CPU, account)
+    tables: list[dict[str, int]] = []
+    result = measure(
+        preset, variants, CPU, account, keep=lambda result: tables.append({k: len(v) for k, v in result.tables.items()})
+    )
+    # what is done is there before the rest is measured
+    assert tables[0] == {MEMORY: 3, THROUGHPUT: 3}
+    assert [made[ACCURACY] for made in tables[1:]] == [1, 2, 3]
     assert [row.name for row in result.rows] == ["bf16", "fp16-amp", "rowwise"]
     assert set(result.tables) == {MEMORY, THROUGHPUT, ACCURACY}
     accuracy = {row.name: row.values for row in result.tables[ACCURACY]}

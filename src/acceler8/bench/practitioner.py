@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,11 @@ from acceler8.demo.settings import STANDARD_LIBRARY
 from acceler8.demo.text import Corpus, held_out_windows, load_corpus, training_windows
 from acceler8.errors import RunError
 
+Keep = Callable[[Result], None]
+
 FP16 = "fp16-amp"
+DEFAULT_VARIANTS = ("rowwise", "delayed", "delayed-compressed")
+"""Beside BF16 and FP16; each is trained for epochs."""
 NEAR = 0.002
 """An accuracy as good as FP16's: within 0.2 points of its last."""
 MOST_TRIES = 8
@@ -80,9 +84,13 @@ def measure(
     account: Account,
     *,
     say: Say = lambda message: None,
+    keep: Keep = lambda result: None,
     with_floor: bool = True,
 ) -> Result:
-    """The step as ``step.measure`` has it, FP16 among the variants, and the three tables."""
+    """The step as ``step.measure`` has it, FP16 among the variants, and the three tables.
+
+    ``keep`` gets the result as far as it is whenever something was added: all of it takes minutes.
+    """
     baseline, others = variants[0], [v for v in variants[1:] if v.name != FP16]
     chosen = [baseline, find(FP16, preset.loop), *others]
     result = step.measure(preset, chosen, device, say=say, with_floor=with_floor)
@@ -91,12 +99,18 @@ def measure(
     right = [v for v in chosen if rows[v.name].status == "ok"]
     result.tables[MEMORY] = [_memory_row(rows[v.name]) for v in right]
     result.tables[THROUGHPUT] = throughput = [_throughput_row(rows[v.name], preset.batch, rows) for v in right]
+    keep(result)
     if device.type == "cuda":
-        throughput += _at_the_largest_batch(preset, right, rows, device, account, say, result)
+        for row in _at_the_largest_batch(preset, right, rows, device, account, say, result):
+            throughput.append(row)
+            keep(result)
     else:
         result.notes.append("no largest batch: PyTorch does not count the CPU's memory")
     if account.epochs:
-        result.tables[ACCURACY] = _accuracies(preset, right, device, account, say, result)
+        result.tables[ACCURACY] = accuracy = []
+        for row in _accuracies(preset, right, device, account, say, result):
+            accuracy.append(row)
+            keep(result)
     return result
 
 
@@ -181,15 +195,14 @@ def _at_the_largest_batch(
     account: Account,
     say: Say,
     result: Result,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Time each variant at its largest batch, FP16 once more at the end."""
     peaks = {v.name: rows[v.name].values["peak_bytes"] for v in variants}
     if account.budget_gb is None and FP16 not in peaks:
         result.notes.append(f"no largest batch: {FP16} did not train, so its memory is not known; give --budget-gb")
-        return []
+        return
     budget = peaks[FP16] if account.budget_gb is None else account.budget_gb * 1e9
     result.notes.append(f"largest batch within {budget / 1e9:.1f} GB")
-    found: list[Row] = []
     fp16: list[Spread] = []
     ordered = sorted(variants, key=lambda v: v.name != FP16)
     for variant in [*ordered, *(v for v in ordered[:1] if v.name == FP16)]:
@@ -201,7 +214,7 @@ def _at_the_largest_batch(
             row.labels["batch"] = batch
             if not batch:
                 row.detail = "no batch fits"
-                found.append(row)
+                yield row
                 continue
             timing.release(device)
             got = take_first_steps(_with_batch(preset, batch, device), variant)
@@ -219,8 +232,7 @@ def _at_the_largest_batch(
                     f"{FP16} at its largest batch, first and last: {fp16[0].median:.1f} and {fp16[1].median:.1f} ms"
                 )
                 continue
-        found.append(row)
-    return found
+        yield row
 
 
 def _times(got: Checked, preset: Preset, device: torch.device) -> list[float]:
@@ -247,7 +259,7 @@ def _accuracy(trainee: Trainee, windows: Sequence[Tensor], device: torch.device)
 
 def _accuracies(
     preset: Preset, variants: Sequence[Variant], device: torch.device, account: Account, say: Say, result: Result
-) -> list[Row]:
+) -> Iterator[Row]:
     """Train each variant for the epochs, FP16 first, and compare with FP16's last accuracy."""
     corpus = load_corpus(account.text, preset.length)
     held_out = held_out_windows(corpus.held_out, batch=preset.batch, seq=preset.length, tokens=account.held_out_bytes)
@@ -255,15 +267,15 @@ def _accuracies(
         f"accuracy: next byte of {corpus.source}, {account.epoch_steps * preset.tokens:,} bytes an epoch,"
         f" {sum(w[:, 1:].numel() for w in held_out):,} held out"
     )
-    rows, goal = [], math.nan
+    goal = math.nan
     for variant in sorted(variants, key=lambda v: v.name != FP16):
         row = Row(name=variant.name, labels={"group": variant.group, "recipe": variant.recipe})
-        rows.append(row)
         timing.release(device)
         try:
             found = _train(preset, variant, device, account, corpus, held_out, say)
         except Exception as error:
             row.status, row.detail = "error", one_line(error)
+            yield row
             continue
         if variant.name == FP16:
             goal = found[-1]
@@ -273,7 +285,7 @@ def _accuracies(
             reached = next((i for i, value in enumerate(found, 1) if value >= goal - NEAR), None)
             if reached is not None:
                 row.values["epochs_to_fp16"] = float(reached)
-    return rows
+        yield row
 
 
 def _train(
@@ -299,4 +311,4 @@ def _train(
     return found
 
 
-__all__ = ["ACCURACY", "MEMORY", "THROUGHPUT", "Account", "largest_batch", "measure"]
+__all__ = ["ACCURACY", "DEFAULT_VARIANTS", "MEMORY", "THROUGHPUT", "Account", "largest_batch", "measure"]

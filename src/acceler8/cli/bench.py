@@ -95,7 +95,12 @@ def step(
         save_for_backward=save_for_backward,
     )
     where = facts.resolve_device(device)
-    wanted = registry.select(chosen.loop, where, _split(variants), _split(recipes))
+    patterns = _split(variants)
+    if chosen.name == "practitioner" and patterns is None and recipes is None:
+        from acceler8.bench.practitioner import DEFAULT_VARIANTS
+
+        patterns = list(DEFAULT_VARIANTS)
+    wanted = registry.select(chosen.loop, where, patterns, _split(recipes))
     if chosen.name == "practitioner" and variants is None:  # each is trained for epochs
         wanted = [variant for variant in wanted if variant.group != "Accelerate" and not variant.is_compiled]
     if head_loss:  # what the head alone gains, so that it is not taken for FP8's
@@ -129,10 +134,16 @@ def _practitioner(
 ) -> None:
     """The step's table and the three of a practitioner's account."""
     from acceler8.bench import practitioner
+    from acceler8.bench.results import write_json
     from acceler8.cli import bench_display as columns
 
     asked = practitioner.Account(**{name: given for name, given in account.items() if given is not None})
-    result = practitioner.measure(preset, wanted, where, asked, say=display.progress, with_floor=with_floor)
+
+    def keep(result: Result) -> None:
+        if json_path is not None:
+            write_json(result.to_dict(), json_path)
+
+    result = practitioner.measure(preset, wanted, where, asked, say=display.progress, keep=keep, with_floor=with_floor)
     display.parts(result)
     display.table(f"{preset.name}: {preset.batch} x {preset.length} tokens a step", result.rows, columns.STEP_COLUMNS)
     for title, chosen in (
