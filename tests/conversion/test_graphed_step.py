@@ -237,10 +237,11 @@ def test_results_are_copies_and_arguments_may_be_nested(device):
     capture = None if device == "cuda" else Results(model, optimizer)
     graphed = acceler8.GraphedStep(step, model, optimizer, warmup=1, capture=capture)
     losses = []
-    for seed in range(6):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device)
-        losses.append((graphed({"x": x}, scale=2.0)["loss"], 2.0 * model(x).square().mean()))
-    assert graphed.replays > 0
+    for seed in range(8):
+        x, scale = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device), 2.0 + seed % 2
+        losses.append((graphed({"x": x}, scale=scale)["loss"], scale * model(x).square().mean()))
+    assert graphed.captures == 2  # a number is in the graph
+    assert graphed.replays > 2
     for got, want in losses:
         assert not got.requires_grad
         assert torch.allclose(got, want.detach())
@@ -296,6 +297,37 @@ def test_codes_of_the_warm_up_are_not_in_a_graph(device):
         assert torch.equal(graphed(x), eager(x).detach()), seed
     assert graphed.captures == 1
     assert not any(codes.live() or codes._kept for codes in state_of(model).codes)
+
+
+def test_codes_of_a_paused_window_do_not_enter_a_graph_or_leave_it(device):
+    """Micro-batches of one accumulation: their window is paused between two calls, and its codes stay."""
+    model = Mlp(0).to(device)
+    acceler8.convert(model, "rowwise")
+    seen: list[bool] = []
+
+    def note() -> None:
+        seen.append(any(codes._kept for codes in state_of(model).codes))
+
+    def micro_batch(x: Tensor) -> Tensor:
+        note()
+        for codes in state_of(model).codes:
+            codes.open()
+        loss = model(x).sum()
+        loss.backward()
+        for codes in state_of(model).codes:
+            codes.pause()
+        return loss
+
+    class Noting(Replayed):
+        def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            return note, function()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphed = acceler8.GraphedStep(micro_batch, model, optimizer, warmup=1, capture=Noting(model, optimizer))
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    while not graphed.captures:
+        graphed(x)
+    assert seen[-3:] == [True, False, False]  # the last eager step, the captured one, the first replay
 
 
 @gpu
