@@ -155,6 +155,17 @@ def test_other_shapes_have_graphs_of_their_own(rows, replays, device, caplog):
     assert [("shapes changed" in line, "captured again" in line) for line in said_in(caplog)] == [(True, False)]
 
 
+def test_behind_a_change_each_shape_is_eager_once(device):
+    graphed, _, optimizer = training("rowwise", device, graphed=True)
+    for seed, rows in enumerate((48, 48, 48, 48, 16, 16)):
+        graphed(batch(seed, device, rows))
+    assert (graphed.captures, graphed.replays) == (2, 2)
+    optimizer.param_groups[0]["lr"] = 0.01
+    for seed, rows in enumerate((48, 48, 48, 16)):
+        graphed(batch(seed, device, rows))
+    assert (graphed.captures, graphed.replays) == (3, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
