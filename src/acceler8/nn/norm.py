@@ -35,7 +35,7 @@ class NormKind:
     cast_before_weight: bool
     autocasts: bool
     eps: str
-    """Name of the attribute."""
+    """Name of the attribute; where that is None the norm takes FP32's eps."""
 
 
 class Reader(NamedTuple):
