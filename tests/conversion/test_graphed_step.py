@@ -192,6 +192,49 @@ def test_what_else_changes_is_captured_anew_and_said(change, named, device, capl
     assert named in said
 
 
+def test_the_amax_state_in_other_memory_is_captured_anew(device, caplog):
+    graphed, model, _ = training("delayed", device, graphed=True)
+    eager, _, _ = training("delayed", device, graphed=False)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(9):
+            if seed == 5:
+                assert graphed.captures == 1
+                amax = state_of(model).amax
+                amax.data = amax.data.clone()  # as a move to another device does
+                amax._find_lines()
+            x = batch(seed, device)
+            assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 2
+    assert ["the amax state's memory changed" in line for line in said_in(caplog)] == [True]
+
+
+def test_autocast_that_is_switched_on_is_captured_anew(device, caplog):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    was = torch.is_autocast_enabled("cuda")
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        try:
+            for seed in range(8):
+                torch.set_autocast_enabled("cuda", seed >= 4)
+                graphed(batch(seed, device))
+        finally:
+            torch.set_autocast_enabled("cuda", was)
+    assert graphed.captures == 2
+    assert any("autocast" in line and "captured again" in line for line in said_in(caplog))
+
+
+def test_no_more_graphs_are_kept_than_eight(device):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    for rows in (16, 16, 16, *range(17, 25)):
+        for _ in range(2):
+            graphed(batch(0, device, rows))
+        assert len(graphed._graphs) <= 8
+    captures = graphed.captures
+    graphed(batch(0, device, 24))
+    assert graphed.captures == captures
+    graphed(batch(0, device, 16))  # the oldest one went
+    assert graphed.captures == captures + 1
+
+
 def test_observed_steps_are_eager(device):
     graphed, model, _ = training("rowwise", device, graphed=True)
     for seed in range(5):
