@@ -241,7 +241,9 @@ class GraphedStep:
         return {
             "the set of FP8 layers": tuple((state.recipe, state.slots) for _, state in layers),
             "the schedule's stage": tuple(state.is_fp8(True) for _, state in layers),
-            "what norms know of their readers": tuple(norm._acceler8_norm.reader for norm in self._norms),
+            "what norms know of their readers": tuple(
+                (norm._acceler8_norm.reader, norm._acceler8_norm.groups) for norm in self._norms
+            ),
             "the mode of a layer": tuple(
                 (layer.training, state.evaluates_in_fp8, bool(layer._forward_hooks), bool(layer._forward_pre_hooks))
                 for layer, state in layers

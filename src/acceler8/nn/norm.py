@@ -66,14 +66,37 @@ class NormState:
     """The last one; None: nobody read yet, or nobody does any longer."""
     unread: int = 0
     """Results in a row whose codes nobody read."""
+    groups: int = 1
+    """Groups of layers that come for the same codes of one result."""
+    came: int = 0
+    """How many did for the last result, so far."""
+    fewer: int = 0
+    """Results in a row for which fewer came than ``groups``."""
 
-    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
-        """A layer cast the result, or found its codes."""
-        self.reader, self.unread = Reader(recipe, slot, needs_dw), 0
+    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool, is_first: bool = True) -> None:
+        """A layer cast the result, or found its codes. It is the first one's that the norm makes."""
+        self.unread = 0
+        if is_first or self.reader is None:
+            self.reader = Reader(recipe, slot, needs_dw)
+        elif needs_dw and self.reader.recipe is recipe and self.reader.slot is slot:
+            self.reader = self.reader._replace(needs_dw=True)
+
+    def note_groups(self, count: int) -> None:
+        """So many groups of layers came for the same codes of one result."""
+        self.came, self.groups = count, max(self.groups, count)
+
+    def expect_groups(self) -> int:
+        """How many will come for the next result: as many as ever, until fewer come a few times in a row."""
+        if self.came:  # an unread result says nothing of them
+            self.fewer = self.fewer + 1 if self.came < self.groups else 0
+            if self.fewer > _TRIALS:
+                self.groups, self.fewer = self.came, 0
+        self.came = 0
+        return self.groups
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy learns anew who reads it: its layers have amax state of their own."""
-        return {**self.__dict__, "reader": None, "unread": 0}
+        return {**self.__dict__, "reader": None, "unread": 0, "groups": 1, "came": 0, "fewer": 0}
 
 
 class FusedNorm(nn.Module):
@@ -148,7 +171,7 @@ def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
     )
     shared = shared_input(y)
     if shared is not None:
-        shared.producer = state
+        shared.producer, shared.groups = state, state.expect_groups()
         if codes is not None:
             shared.source = codes.source
         if recipe is not None and codes is not None:
