@@ -1,9 +1,13 @@
 """``FusedNorm``: a norm of the model's author whose class was changed, so that it hands on FP8 codes of its result.
 
-Which codes, it learns from the FP8 layers that read the result: the first time they cast it, from then on they find the
-codes on it. A result that nobody cast a few times in a row carries none. Backward is one kernel. The author's own
-forward runs in evaluation, under ``torch.compile``, in steps that a schedule keeps in high precision, and wherever the
-norm is not what it was at conversion.
+Which codes, it learns from the FP8 layers that read the result: the first time they cast it, from then on they find
+the codes on it. It makes those of the first layer that reads; where others come for the same ones behind it, an MLP
+beside an attention, they stay for these too. A result that nobody cast a few times in a row carries none. Backward is
+one kernel. The author's own forward runs in evaluation, under ``torch.compile``, in steps that a schedule keeps in high
+precision, and wherever the norm is not what it was at conversion.
+
+Nothing that is learned changes a number: codes are those that ``quantize`` makes of the result as stored, and that is
+the same with and without them. So a resumed model, which has yet to learn, goes on as the other would have.
 """
 
 from __future__ import annotations
