@@ -238,13 +238,15 @@ def test_what_a_group_may_not_share(change, recipe):
     assert before[0].keys() >= got.keys()
 
 
-def test_a_frozen_second_group_does_not_take_the_amax_of_columns_from_the_first(monkeypatch):
+@pytest.mark.parametrize("freeze", [frozen_attention, frozen_mlp])
+def test_a_frozen_group_does_not_take_the_amax_of_columns_from_the_other(freeze, monkeypatch):
     model = made(GptJ)
-    frozen_mlp(model)
+    freeze(model)
     casts = Casts(model, monkeypatch)
     for seed in range(3):
         cast = casts.of(lambda seed=seed: outcome(model, x_for(model, seed)))
-    ((_, _, column_amax, _),) = cast
+    ((rows, cols, column_amax, _),) = cast
+    assert (rows, cols) == (False, True)
     assert column_amax is not None
 
 
