@@ -93,6 +93,10 @@ def batch(seed: int, device: str, rows: int = 48) -> Tensor:
     return torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)).to(device) * (1 + seed % 5)
 
 
+def said_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for record in caplog.records if "GraphedStep" in (line := record.getMessage())]
+
+
 def assert_same_training(recipe: Any, device: str, steps: int = 12, **plan: Any) -> Any:
     """Losses, weights, optimizer state, amax state and counts of ``steps`` steps, against eager ones."""
     graphed, model, optimizer = training(recipe, device, graphed=True, **plan)
@@ -116,12 +120,14 @@ def assert_same_training(recipe: Any, device: str, steps: int = 12, **plan: Any)
 def test_replayed_steps_are_the_eager_ones(recipe, device):
     graphed = assert_same_training(recipe, device)
     assert graphed.captures == 1
-    assert graphed.replays >= 8  # one step to learn what norms' readers are, two in which nothing is new
+    assert graphed.replays == 9  # one step to learn what norms' readers are, two in which nothing is new
 
 
-def test_an_interval_of_delayed_scaling_has_a_graph_for_either_boundary(device):
-    graphed = assert_same_training(recipes.get("delayed", interval=3), device, 14)
+def test_an_interval_of_delayed_scaling_has_a_graph_for_either_boundary(device, caplog):
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        graphed = assert_same_training(recipes.get("delayed", interval=3), device, 14)
     assert graphed.captures == 2
+    assert not [line for line in said_in(caplog) if "shapes changed" in line]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
@@ -129,20 +135,36 @@ def test_a_stage_of_a_schedule_is_captured_anew_and_said(recipe, device, caplog)
     with caplog.at_level(logging.INFO, logger="acceler8"):
         graphed = assert_same_training(recipe, device, 18, fp8_steps="5:12")
     assert graphed.captures == 3
-    said = [record.getMessage() for record in caplog.records if "GraphedStep" in record.getMessage()]
+    said = said_in(caplog)
     assert len(said) == 2
     assert all("the schedule's stage" in line and "captured again" in line for line in said)
 
 
-def test_other_shapes_have_graphs_of_their_own(device, caplog):
+@pytest.mark.parametrize(
+    ("rows", "replays"),
+    [((48, 16, 48, 16, 48, 16, 48, 16), 5), ((48, 48, 48, 48, 16, 16, 48, 16), 4)],  # a new shape is eager once
+    ids=["from the start", "later"],
+)
+def test_other_shapes_have_graphs_of_their_own(rows, replays, device, caplog):
     graphed, _, _ = training("rowwise", device, graphed=True)
     eager, _, _ = training("rowwise", device, graphed=False)
     with caplog.at_level(logging.INFO, logger="acceler8"):
-        for seed in range(9):
-            x = batch(seed, device, rows=16 if seed % 2 else 48)
+        for seed, count in enumerate(rows):
+            x = batch(seed, device, rows=count)
             assert torch.equal(graphed(x), eager(x).detach())
-    assert graphed.captures == 2
-    assert sum("shapes changed" in record.getMessage() for record in caplog.records) == 1
+    assert (graphed.captures, graphed.replays) == (2, replays)
+    assert [("shapes changed" in line, "captured again" in line) for line in said_in(caplog)] == [(True, False)]
+
+
+def test_behind_a_change_each_shape_is_eager_once(device):
+    graphed, _, optimizer = training("rowwise", device, graphed=True)
+    for seed, rows in enumerate((48, 48, 48, 48, 16, 16)):
+        graphed(batch(seed, device, rows))
+    assert (graphed.captures, graphed.replays) == (2, 2)
+    optimizer.param_groups[0]["lr"] = 0.01
+    for seed, rows in enumerate((48, 48, 48, 16)):
+        graphed(batch(seed, device, rows))
+    assert (graphed.captures, graphed.replays) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +193,49 @@ def test_what_else_changes_is_captured_anew_and_said(change, named, device, capl
     assert named in said
 
 
+def test_the_amax_state_in_other_memory_is_captured_anew(device, caplog):
+    graphed, model, _ = training("delayed", device, graphed=True)
+    eager, _, _ = training("delayed", device, graphed=False)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(9):
+            if seed == 5:
+                assert graphed.captures == 1
+                amax = state_of(model).amax
+                amax.data = amax.data.clone()  # as a move to another device does
+                amax._find_lines()
+            x = batch(seed, device)
+            assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 2
+    assert ["the amax state's memory changed" in line for line in said_in(caplog)] == [True]
+
+
+def test_autocast_that_is_switched_on_is_captured_anew(device, caplog):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    was = torch.is_autocast_enabled("cuda")
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        try:
+            for seed in range(8):
+                torch.set_autocast_enabled("cuda", seed >= 4)
+                graphed(batch(seed, device))
+        finally:
+            torch.set_autocast_enabled("cuda", was)
+    assert graphed.captures == 2
+    assert any("autocast" in line and "captured again" in line for line in said_in(caplog))
+
+
+def test_no_more_graphs_are_kept_than_eight(device):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    for rows in (16, 16, 16, *range(17, 25)):
+        for _ in range(2):
+            graphed(batch(0, device, rows))
+        assert len(graphed._graphs) <= 8
+    captures = graphed.captures
+    graphed(batch(0, device, 24))
+    assert graphed.captures == captures
+    graphed(batch(0, device, 16))  # the oldest one went
+    assert graphed.captures == captures + 1
+
+
 def test_observed_steps_are_eager(device):
     graphed, model, _ = training("rowwise", device, graphed=True)
     for seed in range(5):
@@ -182,6 +247,22 @@ def test_observed_steps_are_eager(device):
     assert graphed.replays == replays
     graphed(batch(6, device))
     assert graphed.replays == replays + 1
+
+
+def test_norms_that_forgot_their_readers_are_captured_anew_and_said(device, caplog):
+    """Observed layers cast for themselves, so a norm stops making codes, which the graph makes."""
+    graphed, model, _ = training("rowwise", device, graphed=True)
+    for seed in range(5):
+        graphed(batch(seed, device))
+    with acceler8.record_statistics(model), caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(6):
+            graphed(batch(seed, device))
+    assert graphed.captures == 1
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(5):
+            graphed(batch(seed, device))
+    assert graphed.captures == 2
+    assert any("what norms know of their readers changed" in line for line in said_in(caplog))
 
 
 def test_results_are_copies_and_arguments_may_be_nested(device):
@@ -211,10 +292,11 @@ def test_results_are_copies_and_arguments_may_be_nested(device):
     capture = None if device == "cuda" else Results(model, optimizer)
     graphed = acceler8.GraphedStep(step, model, optimizer, warmup=1, capture=capture)
     losses = []
-    for seed in range(6):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device)
-        losses.append((graphed({"x": x}, scale=2.0)["loss"], 2.0 * model(x).square().mean()))
-    assert graphed.replays > 0
+    for seed in range(8):
+        x, scale = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device), 2.0 + seed % 2
+        losses.append((graphed({"x": x}, scale=scale)["loss"], scale * model(x).square().mean()))
+    assert graphed.captures == 2  # a number is in the graph
+    assert graphed.replays > 2
     for got, want in losses:
         assert not got.requires_grad
         assert torch.allclose(got, want.detach())
@@ -270,6 +352,37 @@ def test_codes_of_the_warm_up_are_not_in_a_graph(device):
         assert torch.equal(graphed(x), eager(x).detach()), seed
     assert graphed.captures == 1
     assert not any(codes.live() or codes._kept for codes in state_of(model).codes)
+
+
+def test_codes_of_a_paused_window_do_not_enter_a_graph_or_leave_it(device):
+    """Micro-batches of one accumulation: their window is paused between two calls, and its codes stay."""
+    model = Mlp(0).to(device)
+    acceler8.convert(model, "rowwise")
+    seen: list[bool] = []
+
+    def note() -> None:
+        seen.append(any(codes._kept for codes in state_of(model).codes))
+
+    def micro_batch(x: Tensor) -> Tensor:
+        note()
+        for codes in state_of(model).codes:
+            codes.open()
+        loss = model(x).sum()
+        loss.backward()
+        for codes in state_of(model).codes:
+            codes.pause()
+        return loss
+
+    class Noting(Replayed):
+        def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            return note, function()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphed = acceler8.GraphedStep(micro_batch, model, optimizer, warmup=1, capture=Noting(model, optimizer))
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    while not graphed.captures:
+        graphed(x)
+    assert seen[-3:] == [True, False, False]  # the last eager step, the captured one, the first replay
 
 
 @gpu

@@ -61,6 +61,7 @@ FOUND = [
     (lambda: nn.LayerNorm(32), NormKind("layer", 0.0, False, True, "eps")),
     (lambda: nn.LayerNorm(32, bias=False, eps=1e-3), NormKind("layer", 0.0, False, True, "eps")),
     (lambda: nn.RMSNorm(32, eps=1e-6), NormKind("rms", 0.0, False, True, "eps")),
+    (lambda: nn.RMSNorm(32), NormKind("rms", 0.0, False, True, "eps")),
     (lambda: Own(17), NormKind("rms", 0.0, True, False, "eps")),
     (lambda: Own().bfloat16().requires_grad_(False), NormKind("rms", 0.0, True, False, "eps")),
 ]
@@ -179,6 +180,30 @@ class Patched(Own):
         self.forward = lambda x: x
 
 
+class OwnDefault(Own):
+    """None stands for another number than PyTorch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = None
+
+    def normal(self, x):
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.bfloat16).eps)
+
+
+class NoEps(OwnDefault):
+    def normal(self, x):
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))
+
+
+class TwoDefaults(OwnDefault):
+    def __init__(self):
+        super().__init__()
+        self.other_eps = None
+
+
 def subclassed() -> nn.Module:
     norm = Own()
     norm._parameters["weight"] = nn.Parameter(torch.ones(32).as_subclass(type("Sharded", (Tensor,), {})))
@@ -188,7 +213,7 @@ def subclassed() -> nn.Module:
 MISSES = [
     Dropped, Notes, Keeps, DetachedScale, DetachedWeight, EpsOutside, Unbiased, Narrow, Clamped, OfMagnitude, Flat,
     InTraining, Twice, AutocastInside, TwoEps, Buffered, Patched, subclassed,
-    lambda: nn.RMSNorm(32), lambda: nn.LayerNorm(32, elementwise_affine=False), lambda: nn.LayerNorm((4, 32)),
+    OwnDefault, NoEps, TwoDefaults, lambda: nn.LayerNorm(32, elementwise_affine=False), lambda: nn.LayerNorm((4, 32)),
     lambda: nn.GroupNorm(1, 32), lambda: nn.BatchNorm1d(32), lambda: Own(eps=0.5), lambda: Own(16385),
     lambda: nn.Linear(32, 32), lambda: nn.Embedding(32, 32),
 ]  # fmt: skip

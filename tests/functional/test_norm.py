@@ -29,6 +29,19 @@ def slot_for(recipe: recipes.Recipe, device: str) -> AmaxSlot | None:
 
 
 @each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_without_eps(dtype, device):
+    x, w, _ = leaves(device, 7, 48, dtype=dtype)
+    x = (x.detach() * 2.0**-12).requires_grad_()
+    got, _ = norm(x, w, None, None)
+    want = torch.nn.functional.rms_norm(x, (48,), w, None)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    for g, e in zip(*(torch.autograd.grad(y, (x, w), dy) for y in (got, want)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@each_device
 @kinds
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", None])
 def test_codes_and_gradients(name, kind, device):

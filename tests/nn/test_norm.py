@@ -123,7 +123,8 @@ def test_the_readers_take_the_codes_away():
     model.norm.register_forward_hook(lambda module, args, y: seen.append(y))
     for _ in range(3):
         outcome(model, batch())
-        assert carried(seen[-1]) is None
+        assert not has_codes(seen[-1])
+        assert carried(seen[-1]).column_amax is None
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, recipes.get("delayed").with_gemms(wgrad=False), "hybrid"])
@@ -212,6 +213,26 @@ def test_eps_is_the_modules(make):
     model, plain = acceler8.convert(Block(make()), "rowwise"), make()
     torch.testing.assert_close(model.norm(batch()), plain(batch()), atol=2e-6, rtol=2e-6)
     assert norm_state(model).why_not is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_without_eps_it_is_pytorchs_own(dtype, autocast, device):
+    """Rows so small that eps decides: FP32's for each dtype, also where autocast has PyTorch compute in FP32."""
+    model, plain = (
+        acceler8.convert(Block(nn.RMSNorm(32)).to(device, dtype), "rowwise"),
+        nn.RMSNorm(32).to(device, dtype),
+    )
+    x = (batch(device=device) * 2.0**-12).to(dtype)  # squares of 2^-24, eps is 2^-23
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        got, want = model.norm(x), plain(x)
+    assert norm_state(model).why_not is None
+    assert got.dtype == want.dtype
+    assert 0.3 < want.detach().float().square().mean() < 0.36  # 2^-24 / (2^-24 + 2^-23)
+    torch.testing.assert_close(got, want)
+    model.norm.eps = 1e-6
+    assert model.norm(x) is not None
+    assert norm_state(model).why_not == "eps is not what it was at conversion"
 
 
 def test_codes_that_nobody_reads_stop_and_come_back():

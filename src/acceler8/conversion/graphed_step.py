@@ -37,6 +37,7 @@ from acceler8.scaling import AmaxState, StepClock
 
 _log = logging.getLogger("acceler8")
 _MOST_GRAPHS = 8
+_Key = tuple[Hashable, Hashable]  # arguments' shapes and values; which boundary of an interval
 
 
 class Capture(Protocol):
@@ -135,7 +136,7 @@ class GraphedStep:
         self._layers = [layer for _, layer in fp8_layers(model)]
         self._norms = [norm for _, norm in fused_norms(model)]
         self._parameters = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-        self._graphs: dict[Hashable, _Recorded] = {}
+        self._graphs: dict[_Key, _Recorded] = {}
         self._settled: dict[str, Hashable] = {}
         self._eager_steps = 0
         self._seen: set[Hashable] = set()  # arguments that an eager step had: kernels for their shapes are loaded
@@ -157,8 +158,6 @@ class GraphedStep:
         recorded = self._graphs.get(key)
         if recorded is None:
             if self._eager_steps < self._warmup or key[0] not in self._seen:
-                if self._graphs:
-                    _log.info("GraphedStep: the arguments' shapes changed, so the step is captured for these too")
                 self._eager_steps += 1
                 self._seen.add(key[0])
                 return self._detached(self._capture.warm_up(lambda: self._train_step(*args, **kwargs)))
@@ -173,8 +172,11 @@ class GraphedStep:
         self.replays += 1
         return self._detached(recorded.result)
 
-    def _record(self, key: Hashable, leaves: list[Any], spec: Any) -> _Recorded:
+    def _record(self, key: _Key, leaves: list[Any], spec: Any) -> _Recorded:
         assert self._capture is not None
+        # said here and not at the eager step: warm-up may have met all shapes before anything was captured
+        if self._graphs and all(known[0] != key[0] for known in self._graphs):
+            _log.info("GraphedStep: the arguments' shapes changed, so the step is captured for these too")
         if len(self._graphs) >= _MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
         static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -215,7 +217,7 @@ class GraphedStep:
         for state in self._states:
             state.drop_codes()
 
-    def _key(self, leaves: list[Any], spec: Any) -> tuple[Hashable, Hashable]:
+    def _key(self, leaves: list[Any], spec: Any) -> _Key:
         """What this step's graph is found by. Starts anew, and says why, if what Python decides is not what it was."""
         now = self._decisions()
         if now != self._settled:
@@ -244,7 +246,9 @@ class GraphedStep:
         return {
             "the set of FP8 layers": tuple((state.recipe, state.slots) for _, state in layers),
             "the schedule's stage": tuple(state.is_fp8(True) for _, state in layers),
-            "what norms know of their readers": tuple(norm._acceler8_norm.reader for norm in self._norms),
+            "what norms know of their readers": tuple(
+                (norm._acceler8_norm.reader, norm._acceler8_norm.groups) for norm in self._norms
+            ),
             "the mode of a layer": tuple(
                 (layer.training, state.evaluates_in_fp8, bool(layer._forward_hooks), bool(layer._forward_pre_hooks))
                 for layer, state in layers

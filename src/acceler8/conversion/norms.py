@@ -1,8 +1,8 @@
 """Norms of a model, found by what they compute, whatever their class is called.
 
-A module with one weight, perhaps a bias, and one number called eps is run on random rows, in each dtype that matters,
-in training and in evaluation; if the values and the gradients are those of RMSNorm or LayerNorm and nothing else shows
-(a random number, a note on ``self``), it is one.
+A module with one weight, perhaps a bias, and one number called eps (or None, for PyTorch's default) is run on random
+rows, in each dtype that matters, in training and in evaluation; if the values and the gradients are those of RMSNorm or
+LayerNorm and nothing else shows (a random number, a note on ``self``), it is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
-from acceler8.kernels.norm import norm_backward_ref, norm_ref
+from acceler8.kernels.norm import DEFAULT_EPS, norm_backward_ref, norm_ref
 from acceler8.nn import NormKind
 
 WIDEST = 16384  # of rows that the kernels hold whole
@@ -37,13 +37,14 @@ def find_norm(module: nn.Module) -> NormKind | None:
     eps = _eps_of(module)
     if eps is None or not _looks_like_one(module):
         return None
+    value = getattr(module, eps)
     ONE_AT_A_TIME.acquire()
     dice = random.getstate()
     try:
         modes = torch.device("cpu"), torch.autocast("cpu", enabled=False)
         with torch.random.fork_rng(devices=[]), modes[0], modes[1], torch.enable_grad():
             for kind, offset, cast in _FORMULAS:
-                autocasts = _computes(module, kind, offset, cast, getattr(module, eps))
+                autocasts = _computes(module, kind, offset, cast, DEFAULT_EPS if value is None else value)
                 if autocasts is not None:
                     return NormKind(kind, offset, cast, autocasts, eps)
     except Exception:  # whatever it is that cannot run on such rows: it is no such norm
@@ -56,7 +57,10 @@ def find_norm(module: nn.Module) -> NormKind | None:
 
 def _eps_of(module: nn.Module) -> str | None:
     """Name of the attribute that holds eps, if there is one."""
-    found = [name for name, v in module.__dict__.items() if "eps" in name and type(v) is float and 0 < v <= _MOST_EPS]
+    named = {name: value for name, value in module.__dict__.items() if "eps" in name}
+    found = [name for name, value in named.items() if type(value) is float and 0 < value <= _MOST_EPS]
+    if not found:
+        found = [name for name, value in named.items() if value is None]
     return found[0] if len(found) == 1 else None
 
 

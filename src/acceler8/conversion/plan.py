@@ -231,7 +231,8 @@ def plan(
     FP8 from each of these steps on (``blocks`` says what a block is); ``all`` is also what lies outside of the blocks.
     Both must allow a step. ``save_for_backward``, ``fp8``, ``fp8_compressed`` or ``bf16``, is what stays of activations
     until backward, in place of what the recipe says, or each recipe. ``fuse=False`` runs each layer by itself, where
-    otherwise those that read one activation share its codes, a gated MLP is one operation, and norms hand on codes.
+    otherwise those that read one activation share its codes, a gated MLP is one operation, and norms hand codes on to
+    all that read their result.
     ``tokens`` is how many tokens (batch x sequence) one forward on one GPU has. With it and a cost table each row has
     predicted milliseconds, and a layer that would be slower in FP8 than in BF16 stays in BF16, unless a pattern of the
     recipe other than ``*`` or ``filter_fn`` asks for it, its recipe multiplies nothing in FP8 (and only saves memory),

@@ -77,6 +77,7 @@ class Call(NamedTuple):
         if shared is None:
             return self.cast("x", x, first, second)
         casts = self._cast_of("rows", first), self._cast_of("cols" if self.recipe.wgrad.is_fp8 else "rows", second)
+        shared.want(*casts)
         codes = [None if cast is None else shared.get(cast) for cast in casts]
         rows, cols = casts
         if rows is not None and rows.slot is not None and codes[0] is codes[1] is None:
@@ -86,8 +87,8 @@ class Call(NamedTuple):
             if codes[0] is not None:
                 shared.put(rows, codes[0])
         lacks = [cast is not None and found is None for cast, found in zip(casts, codes, strict=True)]
-        if shared.producer is not None and (self.slots is None or self.slots.records):
-            shared.producer.note_reader(self.recipe, None if self.slots is None else self.slots.x, self.needs_dw)
+        if self.slots is None or self.slots.records:
+            shared.note(self.recipe, None if self.slots is None else self.slots.x, self.needs_dw)
         if any(lacks):
             made = self.cast(
                 "x", x, first if lacks[0] else PLAIN, second if lacks[1] else PLAIN, column_amax=shared.column_amax

@@ -20,7 +20,7 @@ from acceler8.functional.call import Call, once_only
 from acceler8.functional.input_codes import InputCodes
 from acceler8.functional.kept_input import Tensors, cast_for_wgrad, compress, expand, saves_bytes
 from acceler8.kernels import Quantized, norm_backward, norm_forward
-from acceler8.kernels.norm import Kind, result_dtype
+from acceler8.kernels.norm import DEFAULT_EPS, Kind, result_dtype
 from acceler8.recipes import Recipe
 from acceler8.scaling import ROWWISE, AmaxSlot, Granularity
 
@@ -148,7 +148,7 @@ def norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     kind: Kind = "rms",
     weight_offset: float = 0.0,
@@ -164,6 +164,7 @@ def norm(
 
     Shape: x [..., D], weight, bias [D] or None, each bf16, fp16 or fp32 -> y [..., D], and codes of it flattened to
         [M, D]; None without a recipe or where it keeps fprop's input in high precision.
+    ``eps`` None: FP32's, whatever dtype x has, as ``torch.nn.RMSNorm(eps=None)`` takes it.
     ``kind, weight_offset, cast_before_weight``: which plain module this stands for, as in ``norm_forward``. ``slot`` is
         the amax state of the input of the layer that follows, which a delayed recipe needs; ``records`` False leaves
         no trace in it. ``column_amax`` False leaves out the amax of columns, else found where gradients are on and
@@ -198,8 +199,8 @@ def norm(
     saves_x = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     compressed = compressed and saves_x and saves_bytes(x.shape[-1], x.dtype)
     call = _Call(
-        float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, wants_columns,
-        compressed,
+        DEFAULT_EPS if eps is None else float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity,
+        pow2, margin, wants_columns, compressed,
     )  # fmt: skip
     made = _Norm.apply(x, weight, bias, amax, staging, call)  # type: ignore[no-untyped-call]
     y, codes, scale_inv, columns, x_codes, x_inv = made

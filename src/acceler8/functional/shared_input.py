@@ -6,7 +6,9 @@ right for whoever finds them, not by trust in the model's structure: they lie on
 counts a change of it, and are found by everything on which a cast depends.
 
 The operation that made the tensor may leave codes too: a norm, which has the values in registers. It learns from the
-readers which they want (``Producer``) and finds out from their silence that nobody does.
+readers which they want (``Producer``) and finds out from their silence that nobody does. It also learns how many groups
+of layers come for the same codes, as attention and MLP do that stand side by side behind one norm; the codes stay for
+so many. A wrong number costs a cast or holds codes for longer, and never gives others.
 
 Only results of an operation that autograd recorded carry codes: a leaf or a buffer may live for ever and be edited
 where nothing counts.
@@ -53,8 +55,13 @@ class Cast(NamedTuple):
 class Producer(Protocol):
     """What made a tensor and can make codes of it on the way."""
 
-    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
-        """A layer of this recipe read the result, with this amax state of it; ``needs_dw``: for wgrad too."""
+    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool, is_first: bool) -> None:
+        """A layer of this recipe read the result, with this amax state of it; ``needs_dw``: for wgrad too;
+        ``is_first``: before any other.
+        """
+
+    def note_groups(self, count: int) -> None:
+        """So many groups of layers by now read one result, each after the other, and wanted the same codes."""
 
 
 class SharedInput:
@@ -63,6 +70,8 @@ class SharedInput:
     def __init__(self, version: int) -> None:
         self.version = version
         self.producer: Producer | None = None
+        self.groups = 1
+        """Groups of layers that are expected to come for the same codes."""
         self.column_amax: Tensor | None = None
         """Bits of the FP32 amax of each column, which row scales of a transposed cast need; None: not known."""
         self.source: Kept | None = None
@@ -71,6 +80,10 @@ class SharedInput:
         """What layers that run as one left for the others, by ``id`` of the layer."""
         self._codes: dict[Cast, Quantized] = {}
         self._left: int | None = None
+        self._was_noted = False
+        self._came = 0
+        self._wanted: set[Cast] = set()
+        self._wanted_before: set[Cast] = set()
 
     def get(self, cast: Cast) -> Quantized | None:
         """The codes of this cast, if there are any."""
@@ -80,21 +93,46 @@ class SharedInput:
         """Leave codes for the other readers."""
         self._codes[cast] = codes
 
+    def note(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
+        """Tell the producer of a reader."""
+        if self.producer is not None:
+            self.producer.note_reader(recipe, slot, needs_dw, not self._was_noted)
+            self._was_noted = True
+
+    def want(self, *casts: Cast | None) -> None:
+        """The reader takes codes of these casts, its own or those of others."""
+        self._wanted.update(cast for cast in casts if cast is not None)
+
     def read(self, x: Tensor, readers: int) -> None:
-        """One of ``readers`` layers has read; behind the last one no codes lie on ``x`` any more."""
+        """One of a group of ``readers`` layers has read; behind the last group no codes lie on ``x`` any more."""
         self._left = (readers if self._left is None else self._left) - 1
-        if self._left <= 0:
+        if self._left > 0:
+            return
+        if not self._wanted_before or self._wanted & self._wanted_before:  # for others it has nothing to stay for
+            self._came += 1
+            if self.producer is not None:
+                self.producer.note_groups(self._came)
+        self._wanted_before |= self._wanted
+        self._wanted, self._left = set(), None
+        if self._came >= self.groups:
             self.leave(x)
 
+    def take_result(self, x: Tensor, layer: int) -> Tensor | None:
+        """What was left for the layer with this ``id``; behind the last one nothing lies there for its sake."""
+        result = self.results.pop(layer, None)
+        if result is not None and not self.results and not self._codes:
+            self.leave(x)
+        return result
+
     def leave(self, x: Tensor) -> None:
-        """Take all from ``x`` but its source: who reads ``x`` again, as checkpointing does, keeps the same of it."""
-        if x.__dict__.get(_ATTRIBUTE) is not self:
-            return
-        if self.source is None:
+        """Take all from ``x`` but results that wait for their layers, its source (who reads ``x`` again, as
+        checkpointing does, keeps the same of it) and its producer, who is to know of each group that still comes.
+        """
+        self._codes.clear()
+        self.column_amax = None
+        is_needed = self.results or self.source is not None or self.producer is not None
+        if not is_needed and x.__dict__.get(_ATTRIBUTE) is self:
             del x.__dict__[_ATTRIBUTE]
-        else:
-            x.__dict__[_ATTRIBUTE] = left = SharedInput(self.version)
-            left.source = self.source
 
 
 def can_carry(x: Tensor) -> bool:

@@ -45,6 +45,9 @@ from acceler8.scaling import GRANULARITIES, ROWWISE, TENSORWISE, BLOCK_128x128, 
 
 Kind = Literal["rms", "layer"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+"""What ``torch.nn.RMSNorm(eps=None)`` adds, for BF16, FP16 and FP32 alike: the eps of the dtype in which it computes,
+not that of x, which its documentation names. Source: ``torch._decomp.decompositions._fused_rms_norm``."""
 _LEAST_EPS = 2.0**-126  # below it is no normal FP32 number, which a kernel's constants must be
 
 

@@ -43,11 +43,9 @@ class LinearGroup:
             return None
         shared = shared_input(x)
         assert shared is not None
-        known = shared.results.pop(id(layer), None)
+        known = shared.take_result(x, id(layer))
         if known is not None:
             self.left_behind = 0
-            if not shared.results:
-                shared.leave(x)
             return known
         if shared.results:  # a second call on the same activation
             return None
@@ -64,7 +62,7 @@ class LinearGroup:
             slots=state.slots,
             codes=self.codes,
         )
-        own, left = None, shared_input(x)  # the one of before went with its codes
+        own, left = None, shared_input(x)  # the one of before may have gone with its codes
         assert left is not None
         for member, result in zip(self.layers, results, strict=True):
             if member is layer:

@@ -1,9 +1,13 @@
 """``FusedNorm``: a norm of the model's author whose class was changed, so that it hands on FP8 codes of its result.
 
-Which codes, it learns from the FP8 layers that read the result: the first time they cast it, from then on they find the
-codes on it. A result that nobody cast a few times in a row carries none. Backward is one kernel. The author's own
-forward runs in evaluation, under ``torch.compile``, in steps that a schedule keeps in high precision, and wherever the
-norm is not what it was at conversion.
+Which codes, it learns from the FP8 layers that read the result: the first time they cast it, from then on they find
+the codes on it. It makes those of the first layer that reads; where others come for the same ones behind it, an MLP
+beside an attention, they stay for these too. A result that nobody cast a few times in a row carries none. Backward is
+one kernel. The author's own forward runs in evaluation, under ``torch.compile``, in steps that a schedule keeps in high
+precision, and wherever the norm is not what it was at conversion.
+
+Nothing that is learned changes a number: codes are those that ``quantize`` makes of the result as stored, and that is
+the same with and without them. So a resumed model, which has yet to learn, goes on as the other would have.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class NormKind:
     cast_before_weight: bool
     autocasts: bool
     eps: str
-    """Name of the attribute."""
+    """Name of the attribute; where that is None the norm takes FP32's eps."""
 
 
 class Reader(NamedTuple):
@@ -66,14 +70,37 @@ class NormState:
     """The last one; None: nobody read yet, or nobody does any longer."""
     unread: int = 0
     """Results in a row whose codes nobody read."""
+    groups: int = 1
+    """Groups of layers that come for the same codes of one result."""
+    came: int = 0
+    """How many did for the last result, so far."""
+    fewer: int = 0
+    """Results in a row for which fewer came than ``groups``."""
 
-    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool) -> None:
-        """A layer cast the result, or found its codes."""
-        self.reader, self.unread = Reader(recipe, slot, needs_dw), 0
+    def note_reader(self, recipe: Recipe, slot: AmaxSlot | None, needs_dw: bool, is_first: bool = True) -> None:
+        """A layer cast the result, or found its codes. It is the first one's that the norm makes."""
+        self.unread = 0
+        if is_first or self.reader is None:
+            self.reader = Reader(recipe, slot, needs_dw)
+        elif needs_dw and self.reader.recipe is recipe and self.reader.slot is slot:
+            self.reader = self.reader._replace(needs_dw=True)
+
+    def note_groups(self, count: int) -> None:
+        """So many groups of layers came for the same codes of one result."""
+        self.came, self.groups = count, max(self.groups, count)
+
+    def expect_groups(self) -> int:
+        """How many will come for the next result: as many as ever, until fewer come a few times in a row."""
+        if self.came:  # an unread result says nothing of them
+            self.fewer = self.fewer + 1 if self.came < self.groups else 0
+            if self.fewer > _TRIALS:
+                self.groups, self.fewer = self.came, 0
+        self.came = 0
+        return self.groups
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy learns anew who reads it: its layers have amax state of their own."""
-        return {**self.__dict__, "reader": None, "unread": 0}
+        return {**self.__dict__, "reader": None, "unread": 0, "groups": 1, "came": 0, "fewer": 0}
 
 
 class FusedNorm(nn.Module):
@@ -148,7 +175,7 @@ def run_norm(module: FusedNorm, x: Tensor) -> Tensor:
     )
     shared = shared_input(y)
     if shared is not None:
-        shared.producer = state
+        shared.producer, shared.groups = state, state.expect_groups()
         if codes is not None:
             shared.source = codes.source
         if recipe is not None and codes is not None:
