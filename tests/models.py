@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import acceler8
+from acceler8.scaling import LINE, AmaxState
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
 
@@ -35,6 +36,11 @@ def converted(
     """A converted Mlp; without ``fuse`` its norm runs as its author wrote it, as it does where it is compiled."""
     model = Mlp(seed, **widths).to(device)
     return acceler8.convert(model, acceler8.plan(model, recipe, fuse=fuse))
+
+
+def operands(amax: AmaxState) -> Tensor:
+    """The columns of an amax state that operands have: the last of a layer's line stays empty."""
+    return amax.data[:, torch.arange(len(amax.names)) % LINE < LINE - 1]
 
 
 def batch(tokens: int = 24, width: int = 32, seed: int = 1, *, device: str = "cpu") -> Tensor:

@@ -10,6 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 SEVERAL_PROCESSES = "they train in processes of their own, so two at once would crowd a small machine"
 TOGETHER = {
     "tests/accelerator/test_ddp.py": SEVERAL_PROCESSES,
+    "tests/accelerator/test_documented_script.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_processes.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,

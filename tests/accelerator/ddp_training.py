@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from acceler8 import Accelerator, verify
 from acceler8.nn import find_states, fp8_layers
+from tests.models import operands
 
 STEPS, MICRO, ROWS, WIDTH = 10, 2, 16, 64
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
@@ -89,7 +90,7 @@ def train(precision: str) -> dict[str, Any]:
         "gradient": gradient,
         "start": start,
         "end": flat(model),
-        "amax": [state.amax.data for state in states if state.amax is not None],
+        "amax": [operands(state.amax) for state in states if state.amax is not None],
         "steps": [state.amax.steps for state in states if state.amax is not None],
         "kept": sorted(kept),
     }

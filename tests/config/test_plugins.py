@@ -117,13 +117,23 @@ def test_fsdp_variables(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "with FSDP 2; allowed: true, false"),
-        ({"fsdp_version": 1, "reshard_after_forward": True}, "with FSDP 1; allowed: a sharding strategy"),
-        ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch=.*with FSDP 2"),
+        (
+            {"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"},
+            "got FULL_SHARD with fsdp_version 2 .*; allowed: true, false",
+        ),
+        (
+            {"fsdp_version": 1, "reshard_after_forward": True},
+            "got True with fsdp_version 1 .*; allowed: a sharding strategy",
+        ),
+        ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch=.*with fsdp_version 2"),
+        ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "allowed: FULL_STATE_DICT, SHARDED_STATE_DICT"),
         ({"fsdp_version": 3}, r"FullyShardedDataParallelPlugin\(fsdp_version=\).*an integer from 1 to 2"),
         ({"sharding_strategy": "FULL"}, "allowed: FULL_SHARD, SHARD_GRAD_OP"),
-        ({"activation_checkpointing_offload": True}, "allowed with activation_checkpointing and fsdp_version 2"),
-        ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "whose other processes start empty"),
+        ({"activation_checkpointing_offload": True}, "allowed: with activation_checkpointing and fsdp_version 2"),
+        (
+            {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+            "allowed: true: the other processes start empty",
+        ),
     ],
 )
 def test_fsdp_contradictions(arguments, match) -> None:

@@ -71,10 +71,10 @@ def test_only_delayed_layers_have_amax_slots():
     model = acceler8.convert(Blocks(), MIXED)
     amax = state_of(model).amax
     assert amax is not None
-    assert amax.names == [f"blocks.4.{layer}.{role}" for layer in ("up", "down") for role in ("x", "w", "dy")]
+    assert amax.names == [f"blocks.4.{layer}.{role}" for layer in ("up", "down") for role in ("x", "w", "dy", "-")]
     slots = {name: layer._acceler8_layer.slots for name, layer in fp8_layers(model)}
     found = {name: [slot.index for slot in own[:3]] for name, own in slots.items() if own is not None}
-    assert found == {"blocks.4.up": [0, 1, 2], "blocks.4.down": [3, 4, 5]}
+    assert found == {"blocks.4.up": [0, 1, 2], "blocks.4.down": [4, 5, 6]}
     assert state_of(acceler8.convert(Blocks(), {"blocks.0": "rowwise"})).amax is None
 
 

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from acceler8.config import fsdp_rules
 from acceler8.config.enums import DynamoBackend
 from acceler8.config.environment import current_environment, read_environment
+from acceler8.config.fsdp_rules import RESHARD, SECTION
 from acceler8.config.handlers import SchemaHandler, plain, takes_other_spellings
 from acceler8.config.registry import ENTRIES
 from acceler8.config.sources import DEFAULT, Precedence, RouteValues, Source, Value
@@ -154,33 +156,27 @@ class FullyShardedDataParallelPlugin(Plugin):
         # Accelerate's launcher exports version 2's word with version 1 too
         if self.filled("reshard_after_forward") and isinstance(self.reshard_after_forward, bool) != self._is_two:
             self._fill("reshard_after_forward", Value(self._default("reshard_after_forward"), DEFAULT))
-        self._check_version()
-        if self.cpu_ram_efficient_loading and self.fsdp_version == 1 and not self.sync_module_states:
-            if not self.filled("sync_module_states"):
-                raise ConfigError(
-                    f"{self._where('sync_module_states')}: got False with cpu_ram_efficient_loading"
-                    f" ({self._where('cpu_ram_efficient_loading')}), whose other processes start empty; allowed: True"
-                )
+        is_empty = self.cpu_ram_efficient_loading and not self._is_two and not self.sync_module_states
+        if is_empty and self.filled("sync_module_states"):  # the other processes start empty
             self._fill("sync_module_states", Value(True, DEFAULT))
+        self._check()
 
     @property
     def _is_two(self) -> bool:
         return self.fsdp_version == 2
 
-    def _check_version(self) -> None:
-        is_two, reshard = self._is_two, self.reshard_after_forward
-        if reshard is not None and isinstance(reshard, bool) != is_two:
-            allowed = "true, false" if is_two else "a sharding strategy, such as FULL_SHARD"
+    def _check(self) -> None:
+        names = {path: name for name, path in self.PATHS.items()}
+
+        def value(key: str) -> Any:
+            found = getattr(self, names[SECTION + key])
+            return str(found).lower() if key == RESHARD and isinstance(found, bool) else found
+
+        for found in fsdp_rules.problems(value):
+            name, against = names[SECTION + found.key], names[SECTION + found.against]
             raise ConfigError(
-                f"{self._where('reshard_after_forward')}: got {reshard} with FSDP {self.fsdp_version}; allowed:"
-                f" {allowed}"
-            )
-        if is_two and self.forward_prefetch:
-            raise ConfigError(f"{self._where('forward_prefetch')}: got True with FSDP 2; allowed: leave it out")
-        if self.activation_checkpointing_offload and not (self.activation_checkpointing and is_two):
-            raise ConfigError(
-                f"{self._where('activation_checkpointing_offload')}: got True; allowed with"
-                " activation_checkpointing and fsdp_version 2"
+                f"{self._where(name)}: got {getattr(self, name)} with {against} {getattr(self, against)}"
+                f" ({self._where(against)}); allowed: {found.allowed}"
             )
 
     def _where(self, name: str) -> str:

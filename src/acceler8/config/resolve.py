@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from acceler8.config import backend_choice
+from acceler8.config import backend_choice, fsdp_rules
 from acceler8.config.environment import CONFIG_FILE, ENGINE_SWITCHES, SOURCES, read_environment
 from acceler8.config.files import default_file
+from acceler8.config.fsdp_rules import RESHARD, SECTION
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
 from acceler8.config.setting import shown_name
 from acceler8.config.sources import Effective, Precedence, RouteValues, Source, merge
@@ -163,30 +164,23 @@ def _process_problems(given: _Given) -> Iterator[str]:
 def _fsdp_problems(given: _Given) -> Iterator[str]:
     if given["distributed_type"] != "FSDP":
         return
-    section = "fsdp_config.fsdp_"
-    version, reshard, form = section + "version", section + "reshard_after_forward", section + "state_dict_type"
-    is_two = given[version] == 2
-    versions = (version,) if given[version] else ()  # not given: 1, as in Accelerate
-    is_word_of_two = given[reshard] in ("true", "false")
-    # Accelerate's launcher exports version 2's word with version 1 too
-    is_asked = given.effective.source(reshard).precedence is not Precedence.ENVIRONMENT
-    if is_two and given[reshard] and not is_word_of_two:
-        yield given.problem(reshard, version, allowed="true, false under FSDP 2; a sharding strategy is FSDP 1's")
-    if not is_two and is_word_of_two and is_asked:
-        yield given.problem(reshard, *versions, allowed="a sharding strategy under FSDP 1; or say fsdp_version 2")
-    if is_two and given[form] == "LOCAL_STATE_DICT":
-        yield given.problem(form, version, allowed="FULL_STATE_DICT, SHARDED_STATE_DICT under FSDP 2")
-    if is_two and given[section + "forward_prefetch"]:
-        yield given.problem(section + "forward_prefetch", version, allowed="false under FSDP 2; leave it out")
-    offload = section + "activation_checkpointing_offload"
-    if given[offload] and not (is_two and given[section + "activation_checkpointing"]):
-        yield given.problem(offload, *versions, allowed="with activation_checkpointing and fsdp_version 2")
-    sync, loading = section + "sync_module_states", section + "cpu_ram_efficient_loading"
-    if not is_two and given[loading] and given[sync] is False:
-        yield given.problem(sync, loading, allowed="true: the other processes start empty")
+    loading = SECTION + "cpu_ram_efficient_loading"
+
+    def value(key: str) -> Any:
+        return None if key == RESHARD and _is_exported(given) else given[SECTION + key]
+
+    for found in fsdp_rules.problems(value):
+        against = () if given[SECTION + found.against] is None else (SECTION + found.against,)
+        yield given.problem(SECTION + found.key, *against, allowed=found.allowed)
     backend = "fp8_config.backend"
     if given[loading] and given["mixed_precision"] == "fp8" and given[backend] == "AO":
         yield given.problem(loading, backend, allowed="false with AO: its weights cannot be filled in after conversion")
+
+
+def _is_exported(given: _Given) -> bool:
+    """True for version 2's word with version 1 where Accelerate's launcher says it, which exports it with both."""
+    source = given.effective.source(SECTION + RESHARD)
+    return source.precedence is Precedence.ENVIRONMENT and given[SECTION + "version"] != 2
 
 
 def _deepspeed_problems(given: _Given) -> Iterator[str]:
