@@ -152,8 +152,10 @@ class GraphedStep:
         leaves, spec = tree_flatten((args, kwargs))
         if any(not isinstance(layer, Fp8Linear) for layer in self._layers):
             raise PlanError("GraphedStep got a model that was restored since; make a new one behind acceler8.convert")
-        if self._capture is None or any(layer._acceler8_layer.observer is not None for layer in self._layers):
+        if self._capture is None:
             return self._detached(self._train_step(*args, **kwargs))
+        if any(layer._acceler8_layer.observer is not None for layer in self._layers):
+            return self._detached(self._capture.warm_up(lambda: self._train_step(*args, **kwargs)))
         key = self._key(leaves, spec)
         recorded = self._graphs.get(key)
         if recorded is None:
@@ -190,11 +192,15 @@ class GraphedStep:
         self._drop_codes()  # made in memory that is not the graph's, of weights that will be others
         torch.clear_autocast_cache()
         try:
-            replay, result = self._capture.record(lambda: self._train_step(*args, **kwargs))
+            replay, result = self._capture.record(
+                # without the autograd graph, which would keep gradients' nodes, and so later steps, on this stream
+                lambda: tree_map_only(Tensor, Tensor.detach, self._train_step(*args, **kwargs))
+            )
         except RuntimeError as error:
             raise RunError(
-                f"train_step could not be captured: {error}; allowed: work on the GPU only, no .item(), no copies from"
-                " or to the host, optimizers with capturable=True; run train_step itself to train eagerly"
+                f"train_step could not be captured: {_first_line(error)}; allowed: work on the GPU only,"
+                " no .item(), no copies from or to the host, optimizers with capturable=True; run train_step itself to"
+                " train eagerly"
             ) from error
         finally:
             self._drop_codes()  # a graph's memory is written at each replay
@@ -274,6 +280,11 @@ class GraphedStep:
     @staticmethod
     def _detached(result: Any) -> Any:
         return tree_map_only(Tensor, lambda t: t.detach().clone(), result)
+
+
+def _first_line(error: RuntimeError) -> str:
+    """CUDA's errors go on with how to debug them."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _copy_into(static: list[Tensor], leaves: list[Any]) -> None:
