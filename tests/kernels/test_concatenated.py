@@ -59,6 +59,23 @@ def test_codes_are_those_of_the_concatenation(granularity, data, device):
 
 
 @on_each_device
+@pytest.mark.parametrize("heights", [(6, 9, 3), (4, 68, 12), (66, 65)], ids=str)
+@pytest.mark.parametrize("lies", ["rows", "columns", "both"])
+@pytest.mark.parametrize("cols", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_with_one_scale_any_weight_may_start_anywhere(heights, lies, cols, device):
+    """Codes of one cast serve both orientations if formats agree; where a weight starts decides how columns leave."""
+    weights = [make("gaussian", n, 72, torch.bfloat16, seed=n) for n in heights]
+    for i in range(len(weights)):
+        if lies == "columns" or (lies == "both" and i % 2):
+            weights[i] = weights[i].t().contiguous().t()
+    whole = torch.cat(weights)
+    there = [w.to(device) for w in weights]
+    as_rows, as_cols = quantize_concatenated(there, E4M3, cols, TENSORWISE)
+    assert_same(as_rows, *quantize_ref(whole, E4M3, TENSORWISE)[:2], "rows")
+    assert_same(as_cols, *quantize_ref(whole.t(), cols, TENSORWISE)[:2], "columns")
+
+
+@on_each_device
 def test_rows_in_blocks_need_no_alignment_of_their_own(device):
     weights = [make("gaussian", n, 256, torch.bfloat16, seed=n) for n in (5, 33, 7)]
     got, _ = quantize_concatenated([w.to(device) for w in weights], E4M3, None, BLOCK_1x128)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acceler8.formats import E4M3, E5M2, Format, encode
-from acceler8.kernels import Quantized, amax_ref, compute_amax, quantize, quantize_ref, scaled_matmul
+from acceler8.kernels import Quantized, amax, amax_ref, compute_amax, quantize, quantize_ref, scaled_matmul
 from acceler8.kernels._triton import INTERPRETED
 from acceler8.scaling import GRANULARITIES, ROWWISE, TENSORWISE, Granularity
 from tests.kernels.support import DATA, DTYPES, LAYOUTS, SHAPES, assert_same, lay_out, make
@@ -168,6 +168,16 @@ def test_delayed_scaling(data, known):
             if with_statistics:
                 assert_same_statistics(packed, statistics, x.numel(), known)
             assert torch.equal(on_device.cpu().nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+def test_a_pass_for_an_amax_goes_round_few_programs(monkeypatch):
+    monkeypatch.setattr(amax, "FEW", 2)
+    x = make("gaussian", 200, 300, torch.bfloat16)  # six tiles
+    x[199, 299] = -40.0  # in the last
+    for known in (0.0, 3.0):
+        in_use, staging = torch.tensor([known]), torch.zeros(1, device=DEVICE)
+        as_rows, _, _ = quantize(x.to(DEVICE), E4M3, None, TENSORWISE, amax=in_use.to(DEVICE), staging=staging)
+        assert_same(as_rows, *quantize_ref(x, E4M3, TENSORWISE, amax=in_use)[:2], str(known))
 
 
 @every
