@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import acceler8
+from acceler8 import recipes
 from acceler8.nn import state_of
 
 WIDTH, BLOCKS = 32, 3
@@ -247,3 +248,22 @@ def test_inductor(mode, device):
             assert value.ndim == 0 or bool((states[0][name][0] > 0).all()), name
         for model in (compiled, eager):
             acceler8.step(model)
+
+
+@pytest.mark.slow
+def test_inductor_evaluates_in_fp8_without_a_trace(device):
+    """What an evaluation stages goes where nobody reads: a copy of staging a compiler would leave out."""
+    if device == "cpu" and shutil.which("g++") is None:
+        pytest.skip("needs g++, which torch.compile's default backend uses on a CPU; this machine has none")
+    torch.manual_seed(0)
+    model = Stack(1).to(device)
+    acceler8.convert(model, recipes.get("delayed", eval="fp8"))
+    model.blocks[0].compile()
+    square(batch(0, device))(model).backward()
+    acceler8.step(model)
+    before = {name: value.clone() for name, value in acceler8.fp8_state_dict(model).items()}
+    model.eval()
+    with torch.no_grad():
+        model(100 * batch(1, device))
+    after = acceler8.fp8_state_dict(model)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())

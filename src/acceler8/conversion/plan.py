@@ -337,7 +337,7 @@ def _timed(
     if (found := stays or goes) is None:
         is_plain = layer is not None and not row.is_fp8
         return dataclasses.replace(row, bf16_ms=forecast.bf16_ms(layer) if is_plain and layer is not None else None)
-    row = dataclasses.replace(row, bf16_ms=found.bf16_ms * found.share, fp8_ms=found.fp8_ms * found.share)
+    row = dataclasses.replace(row, bf16_ms=found.own_bf16_ms, fp8_ms=found.own_fp8_ms)
     if goes is None:
         return row
     return dataclasses.replace(row, is_fp8=False, recipe="", reason=goes.reason(forecast.table))

@@ -68,12 +68,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the layers that run as one: their names, and milliseconds together. ``share`` is this layer's part of it."""
+    """Of layers that run as one in FP8, and one after the other in BF16: names, and milliseconds of all of them."""
 
     layers: tuple[str, ...]
     bf16_ms: float
     fp8_ms: float
-    share: float
+    own_bf16_ms: float
+    """This layer's part of them, and of those in FP8."""
+    own_fp8_ms: float
 
     @property
     def is_slower(self) -> bool:
@@ -177,27 +179,28 @@ class Forecast:
             unit = [layers[name] for name in names]
             costs = self._costs(unit, recipes[names[0]])
             if costs is not None:
+                bf16, fp8 = costs
                 width = sum(layer.out_features for layer in unit)
                 found |= {
-                    name: Prediction(names, *costs, layer.out_features / width)
-                    for name, layer in zip(names, unit, strict=True)
+                    name: Prediction(names, sum(bf16), fp8, own, fp8 * layer.out_features / width)
+                    for name, layer, own in zip(names, unit, bf16, strict=True)
                 }
         return found
 
-    def _costs(self, unit: list[nn.Linear], recipe: Recipe) -> tuple[float, float] | None:
-        """``(bf16_ms, fp8_ms)`` of layers that run as one."""
+    def _costs(self, unit: list[nn.Linear], recipe: Recipe) -> tuple[list[float], float] | None:
+        """Milliseconds of each in BF16, and of all in FP8, where they run as one if the table has their width."""
         name = self._names.get(_work(recipe))
         if name is None or not all(layer.weight.requires_grad for layer in unit):
             return None
-        widths = [layer.out_features for layer in unit]
-        merged = self.table.predict(self.tokens, unit[0].in_features, sum(widths), name)
-        if merged is not None or len(unit) == 1:
-            return merged
-        parts = [self.table.predict(self.tokens, unit[0].in_features, width, name) for width in widths]
+        k, widths = unit[0].in_features, [layer.out_features for layer in unit]
+        parts = [self.table.predict(self.tokens, k, width, name) for width in widths]
         answered = [part for part in parts if part is not None]
-        if len(answered) < len(parts):
+        merged = self.table.predict(self.tokens, k, sum(widths), name)
+        if len(answered) == len(parts):
+            return [bf16 for bf16, _ in answered], sum(fp8 for _, fp8 in answered) if merged is None else merged[1]
+        if merged is None:
             return None
-        return sum(bf16 for bf16, _ in answered), sum(fp8 for _, fp8 in answered)
+        return [merged[0] * width / sum(widths) for width in widths], merged[1]  # a part is too narrow for the table
 
 
 def _units(recipes: Mapping[str, Recipe], fusions: Iterable[Fusion]) -> list[tuple[str, ...]]:

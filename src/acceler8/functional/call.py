@@ -183,7 +183,7 @@ class Call(NamedTuple):
         if self.slots is None:
             return None, None
         slot: AmaxSlot = getattr(self.slots, role)
-        return slot.in_use, slot.staging if self.slots.records else slot.staging.clone()
+        return slot.in_use, slot.staging_for(records=self.slots.records)
 
     def multiply(self, gemm: Gemm, a: Quantized | None, b: Quantized | None, bias: Tensor | None = None) -> Tensor:
         """``a @ b.T (+ bias)`` of a GEMM in FP8."""

@@ -195,7 +195,7 @@ def norm(
                 raise ShapeError(
                     f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
                 )
-            amax, staging = slot.in_use, slot.staging if records else torch.empty_like(slot.staging)
+            amax, staging = slot.in_use, slot.staging_for(records=records)
     saves_x = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     compressed = compressed and saves_x and saves_bytes(x.shape[-1], x.dtype)
     call = _Call(

@@ -43,6 +43,10 @@ class AmaxLine:
     """
 
     values: Tensor
+    unread: Tensor
+    """[1], where a cast that is to leave no trace stages: memory of its own, since a compiler may leave out a copy of
+    ``values``, of which it cannot know that the cast writes to it.
+    """
 
     def __getstate__(self) -> dict[str, object]:
         """Nothing: the state that is copied or unpickled says where its lines are."""
@@ -63,11 +67,14 @@ class AmaxState:
         self._find_lines()
 
     def _find_lines(self) -> None:
+        unread = torch.zeros(1, device=self.data.device)
         for line, columns in zip(self._lines, self.data[:HISTORY].split(LINE, dim=1), strict=True):
             line.values = columns.data  # no view to autograd: a step boundary is no change of it
+            line.unread = unread
             # what torch._dynamo.mark_static_address does, without importing a compiler: graphs that Inductor captures
             # on a GPU read and write it where it is, and not in a copy of their inputs
-            line.values._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+            for tensor in (line.values, line.unread):
+                tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
     def line(self, slot: int) -> AmaxLine:
         """The line that holds ``slot``, in column ``slot % LINE``."""
@@ -137,6 +144,10 @@ class AmaxSlot:
     def staging(self) -> Tensor:
         """[1] FP32 view that casts max the tensor's amax into."""
         return self._line.values[STAGING, self._column : self._column + 1]
+
+    def staging_for(self, *, records: bool) -> Tensor:
+        """``staging``, or unless ``records`` memory that nobody reads."""
+        return self.staging if records else self._line.unread
 
     @property
     def in_use(self) -> Tensor:
