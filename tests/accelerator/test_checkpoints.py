@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 
 import numpy
 import pytest
@@ -546,6 +547,17 @@ def test_what_a_killed_removal_leaves_is_named_and_goes_behind_the_next_save(tmp
     assert names(tmp_path) == [".checkpoint_0.leaving", "checkpoint_1"]  # reading deletes nothing
     again.save(None)
     assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_an_old_checkpoint_takes_along_what_a_killed_writer_left_beside_it(tmp_path):
+    """A writer that dies behind its last rename leaves its lock, one that replaced a checkpoint the older one too."""
+    run = Run(0, project_config=project(tmp_path, total_limit=1))
+    old = run.save(None)
+    (old.parent / ".checkpoint_0.lock").touch()
+    shutil.copytree(old, old.parent / ".checkpoint_0.previous")
+    (old.parent / ".checkpoint_9.lock").touch()  # of a checkpoint that is not removed
+    run.save(None)
+    assert names(tmp_path) == [".checkpoint_9.lock", "checkpoint_1"]
 
 
 def test_a_half_removed_checkpoint_that_is_the_last_whole_one_stays_and_is_named(tmp_path):

@@ -166,7 +166,13 @@ def _sync_tree(folder: Path, owned: Container[str]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove ``folder`` so that a death on the way leaves nothing under its name that looks whole, or is half."""
+    """Remove ``folder`` so that a death on the way leaves nothing under its name that looks whole, or is half.
+
+    What writers of it that were killed left beside it goes first: nobody may ever save under this name again.
+    Raises: CheckpointError if another process is writing it.
+    """
+    with _only_writer(folder):
+        _settle(folder)
     leaving = folder.with_name(f".{folder.name}{LEAVING}")
     if leaving.is_dir():
         shutil.rmtree(leaving)
