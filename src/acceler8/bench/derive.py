@@ -13,8 +13,8 @@ Bytes, for each element of x [M, K], w [N, K] and y [M, N], forward and backward
 - FP8: 14. In each of two orientations a cast reads BF16 twice, for the amax and for the codes, and writes a byte: 10;
   two GEMMs read a byte each: 2; one writes BF16: 2. Recipes with fewer casts move less.
 
-The gain on the derived GPU is then at most that on the measured one, and what is left in BF16 on the measured one is
-left on the derived one.
+In the shipped table the gain is then nowhere above the measured one. Where BF16 is bound by its bytes it can be, in
+principle, but FP8 has more of them, so that what is left in BF16 on the measured GPU is left on the derived one.
 
     python -m acceler8.bench.derive        # writes the shipped tables anew from those that they come from
 

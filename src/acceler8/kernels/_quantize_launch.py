@@ -28,7 +28,7 @@ _ROWS, _COLS, GROUP, _WORDS_WARPS = 64, 64, 4, 4
 WIDEST_ROW, _ELEMENTS, _PER_WARP = 16384, 4096, 1024
 
 
-class Cast:
+class CastLaunch:
     """A launch that picks its pointers: of ``x``, amax found, amax known, staging, and codes and scales of rows and of
     columns. One that is not picked is not read.
     """
@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
     device: torch.device
     find_amax: Launch | None
     amax_count: int
-    quantize: Cast
+    quantize: CastLaunch
 
 
 _plans: Plans[_Plan] = Plans()
@@ -152,7 +152,7 @@ def tiles_cast(
     row_offset: int = 0,
     col_stop: int | None = None,
     found: Tensor | None = None,
-) -> Cast:
+) -> CastLaunch:
     """Cast tensors like ``x`` with a scale for each row and column, whose amaxes were found, those of columns from
     ``cols_at`` on, or for each block.
 
@@ -174,7 +174,7 @@ def tiles_cast(
         ),
         _WARPS,
     )  # fmt: skip
-    return Cast(launch, (0, 1, 4, 5, 6, 7))
+    return CastLaunch(launch, (0, 1, 4, 5, 6, 7))
 
 
 def words_cast(
@@ -189,7 +189,7 @@ def words_cast(
     *,
     row_offset: int = 0,
     col_stop: int | None = None,
-) -> Cast:
+) -> CastLaunch:
     """Cast tensors like ``x`` with one scale. Otherwise as ``tiles_cast``."""
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
     stop = widths[1] if col_stop is None else col_stop
@@ -218,7 +218,7 @@ def words_cast(
         ),
         _WORDS_WARPS,
     )  # fmt: skip
-    return Cast(launch, (0, 1, 2, 3, 6, 7, 4, 5) if is_column_major else range(8))
+    return CastLaunch(launch, (0, 1, 2, 3, 6, 7, 4, 5) if is_column_major else range(8))
 
 
 def as_bits(amax: Tensor | None) -> Tensor | None:
@@ -226,7 +226,7 @@ def as_bits(amax: Tensor | None) -> Tensor | None:
     return None if amax is None else amax.view(torch.int32)
 
 
-def rows_cast(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> Cast:
+def rows_cast(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_offset: int = 0) -> CastLaunch:
     """Cast rows of tensors like ``x``, each with its own scale, from one read. ``width`` of the codes and
     ``row_offset`` as in ``tiles_cast``.
     """
@@ -243,4 +243,4 @@ def rows_cast(x: Tensor, fmt: Format, width: int, pow2: bool, margin: int, row_o
         ),
         rows * extent // _PER_WARP,
     )  # fmt: skip
-    return Cast(launch, (0, 4, 5))
+    return CastLaunch(launch, (0, 4, 5))

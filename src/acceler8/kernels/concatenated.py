@@ -19,7 +19,7 @@ from acceler8.formats import FORMATS, Format
 from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
 from acceler8.kernels._library import library, may_go_direct
-from acceler8.kernels._quantize_launch import WIDEST_ROW, Cast, as_bits, rows_cast, tiles_cast, words_cast
+from acceler8.kernels._quantize_launch import WIDEST_ROW, CastLaunch, as_bits, rows_cast, tiles_cast, words_cast
 from acceler8.kernels.amax import amax_launch
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.quantize import cast_fake, cast_ref
@@ -36,7 +36,7 @@ class _Plan(NamedTuple):
     device: torch.device
     find_amax: list[Launch]
     amax_count: int
-    cast: list[Cast]
+    cast: list[CastLaunch]
 
 
 _plans: Plans[_Plan] = Plans()
@@ -107,7 +107,7 @@ def _make_plan(
     by_row, widths = granularity is ROWWISE, (row_width, col_width)
     one_pass = by_row and cols is None and row_width <= WIDEST_ROW and all(w.stride(1) == 1 for w in weights)
     find_amax: list[Launch] = []
-    cast: list[Cast] = []
+    cast: list[CastLaunch] = []
     start = 0
     for i, w in enumerate(weights):
         end = start + w.shape[0]

@@ -125,7 +125,8 @@ def stage(staging: Tensor, amax: Tensor) -> None:
 # Those of delayed scaling max into ``staging`` and do not declare it. Declared, torch.compile makes the change itself:
 # it saves the state for backward and finds it changed by the next block or the next micro-batch, or writes back what it
 # read before another call staged more. Undeclared is right because nothing in a step reads staging and a maximum may
-# be taken in any order and twice. It needs that no copy of ``staging`` is made on the way: see ``AmaxState``.
+# be taken in any order and twice. It needs that no copy of ``staging`` is made on the way: see ``AmaxState``. A
+# compiled layer whose result nobody uses is left out, and stages nothing; run eagerly it does.
 
 
 def _cast(
