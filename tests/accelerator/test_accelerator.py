@@ -217,6 +217,19 @@ def test_fp16_clips_unscaled_gradients() -> None:
     torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-2, atol=0.0)
 
 
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_one_tensor_is_clipped_as_torch_does(mixed_precision: str) -> None:
+    accelerator = Accelerator(mixed_precision, cpu=True)
+    model = TinyModel()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(loss_of(model, next(iter(make_loader()))[0]))
+    weight = next(p for p in model.parameters() if p.grad is not None)
+    norm = accelerator.clip_grad_norm_(weight, 1e-3)
+    assert norm > 1e-3
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.norm(), torch.tensor(1e-3), rtol=1e-2, atol=0.0)
+
+
 def test_delayed_scaling_follows_the_accelerators_steps() -> None:
     accelerator = Accelerator("fp8", recipe="delayed", cpu=True, gradient_accumulation_steps=2)
     model = TinyModel()

@@ -515,6 +515,34 @@ def test_automatic_names_do_not_begin_below_those_of_an_older_run(tmp_path):
     assert names(tmp_path) == ["checkpoint_2"]
 
 
+def test_saving_goes_on_above_what_is_no_whole_checkpoint(tmp_path, caplog):
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_6").mkdir(parents=True)
+    run = Run(0, project_config=project(tmp_path))
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint_N"):
+        run.load()
+    with caplog.at_level(logging.WARNING, "acceler8"):
+        assert run.save(None).name == "checkpoint_7"
+    assert "saving goes on with checkpoint_7" in caplog.text
+    assert run.save(None).name == "checkpoint_8"
+    assert names(tmp_path) == ["checkpoint_6", "checkpoint_7", "checkpoint_8"]
+
+
+def test_a_damaged_checkpoint_does_not_count_for_the_limit(tmp_path):
+    run = Run(0, project_config=project(tmp_path, total_limit=2))
+    for _ in range(2):
+        run.train(1)
+        run.save(None)
+    weights = tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    again = Run(0, project_config=project(tmp_path, total_limit=2))
+    assert again.load().folder.name == "checkpoint_0"
+    again.save(None)
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]  # two whole ones
+
+
 def test_the_folder_just_written_stays(tmp_path):
     run = Run(0)
     folders = [run.save(tmp_path / f"checkpoint_{n}") for n in (1, 5, 9)]

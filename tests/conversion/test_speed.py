@@ -194,7 +194,10 @@ def test_what_is_not_in_the_table_stays_in_fp8(home: Path, tokens: int, gpu: str
     assert "not in the table" in str(plan)
     assert plan.speed is not None
     assert (plan.speed.unknown, plan.speed.gain) == (1, 1.0)
-    assert plan.notes == acceler8.plan(linears(a=(32, 32))).notes
+    assert "tokens): nothing; 1 layer not in the table" in str(plan.speed)
+    (note,) = set(plan.notes) - set(acceler8.plan(linears(a=(32, 32))).notes)
+    assert "no layer is in the" in note
+    assert "so none was left in BF16" in note
 
 
 def test_only_what_was_measured_is_looked_up(home: Path):

@@ -30,7 +30,7 @@ from acceler8.checkpoint.export import export_model, replace_file
 from acceler8.checkpoint.folder import building_path, named_folder, target_folder, whole_folder
 from acceler8.checkpoint.load import load
 from acceler8.checkpoint.manifest import write_manifest
-from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest, newest_whole, numbered
+from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest, free_number, newest_whole, numbered
 from acceler8.checkpoint.resume import LoadReport, Resume
 from acceler8.checkpoint.save import OWNED, plain_values
 from acceler8.checkpoint.shards import DEFAULT_SHARD_SIZE, parse_size
@@ -68,6 +68,7 @@ class Checkpoints:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[AcceleratedLoader] = []
         self._custom_objects: list[Any] = []
+        self._damaged: set[Path] = set()
         self._save_hooks: dict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: dict[int, Callable[..., None]] = OrderedDict()
         if deterministic:
@@ -112,8 +113,9 @@ class Checkpoints:
         progress_json = plain_values(progress, "progress")
         config = self.project_configuration
         if config.automatic_checkpoint_naming:
-            target = config.checkpoints().resolve() / f"checkpoint_{config.iteration}"
-            self._group.run(lambda: _check_free(target, config.iteration))
+            folder = config.checkpoints().resolve()
+            config.iteration = self._group.agree(lambda: free_number(folder, config.iteration))
+            target = folder / f"checkpoint_{config.iteration}"
         elif output_dir is None:
             raise CheckpointError("save_state got no output_dir; give one, or set automatic_checkpoint_naming")
         else:
@@ -123,7 +125,9 @@ class Checkpoints:
             config.iteration += 1
             limit = config.total_limit
             if limit is not None:
-                self._group.run(lambda: drop_oldest(target.parent, limit, target) if self._is_writer else None)
+                self._group.run(
+                    lambda: drop_oldest(target.parent, limit, target, self._damaged) if self._is_writer else None
+                )
         _log.info("saved step %d to %s", self.clock.ticks, target)
         return str(target)
 
@@ -150,7 +154,7 @@ class Checkpoints:
         if input_dir is None and not config.automatic_checkpoint_naming:
             raise CheckpointError("load_state got no input_dir; give one, or set automatic_checkpoint_naming")
         if input_dir is None:
-            newest = self._group.agree(lambda: newest_whole(config.checkpoints()))
+            newest = self._group.agree(lambda: newest_whole(config.checkpoints().resolve(), self._damaged))
             input_dir = config.checkpoints() / f"checkpoint_{newest}"
         folder = named_folder(input_dir, "load_state: input_dir")
         models = [plain_model(model) for model in self._models]
@@ -329,17 +333,6 @@ class Checkpoints:
     def _group(self) -> Together:
         here = self.processes
         return Together(here.process_index, here.num_processes, here.device)
-
-
-def _check_free(target: Path, iteration: int) -> None:
-    """No checkpoint may have this number or a higher one: the highest is what ``load_state`` takes for the newest."""
-    taken = [path for number, path in numbered(target.parent).items() if number >= iteration]
-    if taken or target.exists():
-        highest = taken[-1] if taken else target
-        raise CheckpointError(
-            f"{highest} exists already, and the next number is {iteration}; load_state() first, which continues its"
-            " numbers, or set project_configuration.iteration above it, or give this run its own project_dir"
-        )
 
 
 def _check_models(training: Training, states: list[dict[str, Any]]) -> None:

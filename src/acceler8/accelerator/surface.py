@@ -242,14 +242,15 @@ class Surface:
                 raise ConfigError(f"unscale_gradients got a {type(one).__name__} that was not prepared; prepare it")
             known[0].unscale()
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global norm of gradients to ``max_norm``; returns the norm before clipping, also under FP16.
 
         Inside an accumulation window it clips what has added up so far, in every precision alike: FP16's gradients stay
         scaled there, for more are added, and are compared with ``max_norm`` times the scale.
         """
         scale = self._gradient_scale()
-        return self.strategy.clip_grad_norm(list(parameters), max_norm * scale, norm_type) / scale
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return self.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type) / scale
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to ±``clip_value``; under FP16 and inside a window as ``clip_grad_norm_``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +61,28 @@ def numbered(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def newest_whole(folder: Path) -> int:
-    """The highest N whose checkpoint is whole, hashes included; a warning for each newer one that is not.
+def free_number(folder: Path, number: int) -> int:
+    """The number of the next ``checkpoint_N``: ``number``, or one above all that are not whole, with a warning.
+
+    Raises: CheckpointError if a whole one has it or a higher one: the highest is what a resume takes for the newest.
+    """
+    taken = {n: path for n, path in numbered(folder).items() if n >= number}
+    if whole := [path for path in taken.values() if _has_all_files(path)]:
+        raise CheckpointError(
+            f"{whole[-1]} exists already, and the next number is {number}; load_state() first, which continues its"
+            " numbers, or set project_configuration.iteration above it, or give this run its own project_dir"
+        )
+    free = max(taken, default=number - 1) + 1
+    while (folder / f"checkpoint_{free}").exists():  # a file, say
+        free += 1
+    if free != number:
+        _log.warning("%s: saving goes on with checkpoint_%d, above what is there and no whole checkpoint", folder, free)
+    return free
+
+
+def newest_whole(folder: Path, damaged: set[Path] | None = None) -> int:
+    """The highest N whose checkpoint is whole, hashes included; a warning for each newer one that is not, which is put
+    into ``damaged``.
 
     What a killed run left half-removed is named and stays: nothing is deleted before a new checkpoint is whole.
     Raises: CheckpointError if there is none.
@@ -72,6 +93,8 @@ def newest_whole(folder: Path) -> int:
             load(path).verify()
         except CheckpointError as error:
             _log.warning("skipping %s, which is not whole: %s", path.name, error)
+            if damaged is not None:
+                damaged.add(path)
             continue
         if left:
             _log.warning(
@@ -100,13 +123,14 @@ def half_removed(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def drop_oldest(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
+def drop_oldest(folder: Path, keep: int, written: Path | None = None, damaged: Container[Path] = ()) -> list[Path]:
     """Remove whole checkpoints until ``keep`` are left; what is no checkpoint stays. Returns those removed.
 
-    ``written`` is the newest whatever its number, and stays. What a killed run left half-removed goes too, if a
-    checkpoint stays.
+    ``written`` is the newest whatever its number, and stays. ``damaged`` ones do not count, though they have all their
+    files. What a killed run left half-removed goes too, if a checkpoint stays.
     """
     whole = [path for path in numbered(folder).values() if path.is_dir() and _has_all_files(path)]
+    whole = [path for path in whole if path not in damaged]
     if whole:
         for path in half_removed(folder):
             shutil.rmtree(path)

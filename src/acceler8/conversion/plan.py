@@ -361,6 +361,8 @@ def _speed_notes(rows: list[PlanRow], speed: Speed | None) -> list[str]:
     """What was left because of its speed, and what was kept in spite of it."""
     if speed is None:
         return []
+    if not speed.bf16_ms:
+        return [f"speed not predicted: no layer is in the {speed.table}, so none was left in BF16 for its speed"]
     left = [row for row in rows if not row.is_fp8 and row.fp8_ms is not None]
     slow = [row for row in rows if row.is_fp8 and row.gain is not None and row.gain < 1]
     notes = []

@@ -3,8 +3,8 @@
 A layer's cost is that of its shape, ``[tokens, in_features] -> [tokens, out_features]``, forward and backward, casts
 included, and launches only where the table says so (``timing`` "eager"). Layers that run as one GEMM (q, k and v; gate
 and up) are one layer whose out_features are theirs side by side: k and v alone are small, and would seem to lose where
-the three together gain. BF16 runs them one by one, and so they are counted. Where their sum lies outside of the table and
-each of them inside, the sum of their costs is taken, which one operation does not exceed.
+the three together gain. BF16 runs them one by one, and so they are counted. Where their sum lies outside of the table
+and each of them inside, the sum of their costs is taken, which one operation does not exceed.
 
 What the table does not answer is not predicted, and stays in FP8: shapes outside of its grid, recipes that were not
 measured, and layers whose weight is frozen, for the table has all three GEMMs. Of a recipe only what its work depends
@@ -60,6 +60,8 @@ class Speed:
     def __str__(self) -> str:
         share = self.fp8_bf16_ms / self.bf16_ms if self.bf16_ms else 0.0
         missing = f"; {self.unknown} layer{'s' * (self.unknown > 1)} not in the table" if self.unknown else ""
+        if not self.bf16_ms:
+            return f"predicted ({self.table}, {self.tokens} tokens): nothing{missing}"
         return (
             f"predicted ({self.table}, {self.tokens} tokens): linear layers, forward and backward,"
             f" {ms(self.bf16_ms)} ms in BF16, {ms(self.planned_ms)} ms as planned, {times(self.gain)}; the FP8 layers"
