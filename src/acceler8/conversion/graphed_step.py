@@ -167,8 +167,9 @@ class GraphedStep:
         key = self._key(arguments)
         recorded = self._graphs.get(key)
         if recorded is not None and not recorded.gradients.fit():
-            self._start_anew(["a gradient's memory"])
-            recorded = None
+            _log.info("GraphedStep: a gradient's memory changed, so the step is captured again")
+            del self._graphs[key]  # and no other: one that makes gradients, for this one to add to, is as it was
+            recorded, self._eager_steps = None, 0
         if recorded is None:
             if self._eager_steps < self._warmup or key[0] not in self._seen:
                 self._eager_steps += 1
@@ -251,18 +252,14 @@ class GraphedStep:
         now = self._guards.decisions()
         if now != self._settled:
             changed = [name for name in now if now[name] != self._settled.get(name)]
-            self._settled = now
-            self._start_anew(changed)
+            if self._graphs:
+                _log.info("GraphedStep: %s changed, so the step is captured again", " and ".join(changed))
+            self._graphs.clear()
+            self._settled, self._eager_steps = now, 0
+            self._seen.clear()
+            self._count_change(changed)
         elif arguments not in self._seen:
             self._count_change(["the arguments' shapes or values"])
-
-    def _start_anew(self, changed: list[str]) -> None:
-        if self._graphs:
-            _log.info("GraphedStep: %s changed, so the step is captured again", " and ".join(changed))
-        self._graphs.clear()
-        self._eager_steps = 0
-        self._seen.clear()
-        self._count_change(changed)
 
     def _count_change(self, changed: list[str]) -> None:
         self._changes += 1
