@@ -196,7 +196,10 @@ def halved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         (lambda model, _: setattr(model[0].up.weight, "data", model[0].up.weight.data.clone()), "memory"),
         (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.01), "make lr a tensor"),
         (lambda _, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.999)), "a number of the optimizer"),
-        (lambda _, optimizer: optimizer.load_state_dict(halved(optimizer)), "the optimizer's state"),
+        (
+            lambda _, optimizer: optimizer.load_state_dict(halved(optimizer)),
+            "GraphedStep: the optimizer's state changed",
+        ),
         (lambda model, _: model[0].norm.eval(), "the mode of a layer"),
         (lambda model, _: model[1].register_forward_hook(lambda _, __, out: out * 2), "a module's hooks"),
     ],

@@ -51,10 +51,10 @@ class Guards:
                 None if state.amax is None else state.amax.data.data_ptr() for state in self._states
             ),
             "a number of the optimizer (make lr a tensor if it changes)": tuple(
-                (name, len(value) if name in _LISTS else _comparable(value))
+                (name, len(group[name]) if name in _LISTS else _comparable(group[name]))
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
-                for name, value in group.items()
+                for name in sorted(group)  # load_state_dict orders them anew
             ),
             "the optimizer's state": tuple(
                 # as numbers: a graph reads and writes where the state lay
