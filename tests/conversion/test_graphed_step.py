@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,20 @@ class Replayed:
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         before = [t.clone() for t in self._tensors()]
+        found = [(p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
         result = function()
+        left = [p.grad for p in self._model.parameters()]
         with torch.no_grad():
             for t, was in zip(self._tensors(), before, strict=True):
                 t.copy_(was)
+            for grad, was in found:
+                if grad is not None:
+                    grad.copy_(was)
 
         def replay() -> None:
+            at_hand = [p.grad for p in self._model.parameters()]
+            for p, (grad, _) in zip(self._model.parameters(), found, strict=True):
+                p.grad = None if grad is None else p.grad
             state = state_of(self._model)
             ticks, steps = state.clock._ticks, state.amax and state.amax.steps
             schedules = [(schedule, schedule.is_on) for schedule in state.own_schedules()]
@@ -48,6 +57,10 @@ class Replayed:
             if state.amax is not None:
                 state.amax.steps = steps_then
             made = function()
+            for p, into, was in zip(self._model.parameters(), left, at_hand, strict=True):
+                if into is not None and p.grad is not into:
+                    into.copy_(p.grad)
+                p.grad = was
             state.clock._ticks = ticks
             if state.amax is not None:
                 state.amax.steps = steps
@@ -67,13 +80,13 @@ class Replayed:
 
 
 def training(
-    recipe: Any, device: str, *, graphed: bool, capturable: bool | None = None, **plan: Any
+    recipe: Any, device: str, *, graphed: bool, capturable: bool | None = None, lr: float | Tensor = 1e-3, **plan: Any
 ) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     """``(step, model, optimizer)``; the step takes x and gives the loss."""
     model = nn.Sequential(Mlp(0, width=128, hidden=256), Mlp(1, width=128, hidden=256)).to(device)
     acceler8.convert(model, acceler8.plan(model, recipe, **plan))
     capturable = device == "cuda" if capturable is None else capturable
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=capturable)
     acceler8.attach(model, optimizer)
 
     def step(x: Tensor) -> Tensor:
@@ -167,6 +180,14 @@ def test_behind_a_change_each_shape_is_eager_once(device):
     assert (graphed.captures, graphed.replays) == (3, 3)
 
 
+def halved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state dict with half the moments."""
+    state = copy.deepcopy(optimizer.state_dict())
+    for moments in state["state"].values():
+        moments["exp_avg"] *= 0.5
+    return state
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -174,8 +195,15 @@ def test_behind_a_change_each_shape_is_eager_once(device):
         (lambda model, _: model[0].up.weight.requires_grad_(False), "requires_grad"),
         (lambda model, _: setattr(model[0].up.weight, "data", model[0].up.weight.data.clone()), "memory"),
         (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.01), "make lr a tensor"),
+        (lambda _, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.999)), "a number of the optimizer"),
+        (
+            lambda _, optimizer: optimizer.load_state_dict(halved(optimizer)),
+            "GraphedStep: the optimizer's state changed",
+        ),
+        (lambda model, _: model[0].norm.eval(), "the mode of a layer"),
+        (lambda model, _: model[1].register_forward_hook(lambda _, __, out: out * 2), "a module's hooks"),
     ],
-    ids=["eval", "frozen", "moved", "lr"],
+    ids=["eval", "frozen", "moved", "lr", "betas", "loaded", "norm's mode", "a block's hook"],
 )
 def test_what_else_changes_is_captured_anew_and_said(change, named, device, caplog):
     graphed, model, optimizer = training("rowwise", device, graphed=True)
@@ -191,6 +219,172 @@ def test_what_else_changes_is_captured_anew_and_said(change, named, device, capl
     assert graphed.captures == 2
     (said,) = [record.getMessage() for record in caplog.records if "captured again" in record.getMessage()]
     assert named in said
+
+
+def test_a_learning_rate_in_another_tensor_is_captured_anew(device, caplog):
+    graphed, _, optimizer = training("rowwise", device, graphed=True, lr=torch.tensor(1e-3, device=device))
+    eager, _, of_twin = training("rowwise", device, graphed=False, lr=torch.tensor(1e-3, device=device))
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(10):
+            for group in (optimizer.param_groups[0], of_twin.param_groups[0]):
+                if seed == 5:
+                    group["lr"] = torch.tensor(0.1, device=device)
+                elif seed == 4:
+                    group["lr"].fill_(0.01)  # where the graph reads it
+            x = batch(seed, device)
+            assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 2
+    assert ["a number of the optimizer" in line for line in said_in(caplog)] == [True]
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, *, zeroes: bool) -> Callable[[Tensor], Tensor]:
+    """A step that adds to the gradients it finds; with ``zeroes`` it makes them 0 first."""
+
+    def step(x: Tensor) -> Tensor:
+        if zeroes:
+            optimizer.zero_grad(set_to_none=False)
+        loss = F.mse_loss(model(x), x.flip(-1))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def test_gradients_in_other_memory_are_captured_anew(device, caplog):
+    graphed, model, optimizer = training("rowwise", device, graphed=True)
+    eager, twin, of_twin = training("rowwise", device, graphed=False)
+    graphed._train_step = accumulating(model, optimizer, zeroes=True)
+    eager = accumulating(twin, of_twin, zeroes=True)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(10):
+            if seed == 5:
+                assert graphed.captures == 1
+                for p in (*model.parameters(), *twin.parameters()):
+                    p.grad = p.grad.clone()
+            x = batch(seed, device)
+            assert torch.equal(graphed(x), eager(x).detach()), seed
+    assert graphed.captures == 2
+    assert ["a gradient's memory changed" in line for line in said_in(caplog)] == [True]
+
+
+def test_a_step_without_gradients_to_add_to_has_a_graph_of_its_own(device):
+    """Zeroed outside, at every other step: what is added to must be there, and what is made is what a reader finds."""
+    graphed, model, optimizer = training("rowwise", device, graphed=True)
+    eager, twin, of_twin = training("rowwise", device, graphed=False)
+    graphed._train_step = accumulating(model, optimizer, zeroes=False)
+    eager = accumulating(twin, of_twin, zeroes=False)
+    for seed in range(12):
+        if seed % 2 == 0:
+            optimizer.zero_grad()
+            of_twin.zero_grad()
+        x = batch(seed, device)
+        assert torch.equal(graphed(x), eager(x).detach()), seed
+        assert all(p.grad is not None for p in model.parameters())
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    captures = graphed.captures
+    assert captures == 3  # the first that adds does so where eager steps did
+    assert graphed.replays > 4
+    for seed in range(12, 16):
+        if seed % 2 == 0:
+            optimizer.zero_grad()
+        graphed(batch(seed, device))
+    assert graphed.captures == captures
+
+
+def test_what_changes_at_each_step_is_said_once(device, caplog):
+    graphed, _, optimizer = training("rowwise", device, graphed=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with caplog.at_level(logging.INFO, logger="acceler8"):
+        for seed in range(20):
+            assert len(said_in(caplog)) == (seed >= 8)
+            graphed(batch(seed, device))
+            scheduler.step()
+    assert graphed.captures == 0
+    (said,) = [r for r in caplog.records if "GraphedStep" in r.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert "8 times" in said.getMessage()
+    assert "the last time a number of the optimizer (make lr a tensor" in said.getMessage()
+
+
+def test_a_change_now_and_then_is_no_warning(device, caplog):
+    graphed, _, optimizer = training("rowwise", device, graphed=True)
+    for seed in range(40):
+        if seed % 4 == 0:
+            optimizer.param_groups[0]["lr"] *= 0.9
+        graphed(batch(seed, device))
+    assert graphed.captures > 8
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+class Changing:
+    """A mutable argument."""
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        (UserDict(x=torch.ones(2)), "collections.UserDict; allowed: tensors"),
+        (torch.ones(2).numpy(), "numpy.ndarray; allowed: tensors"),
+        ([{"a": Changing()}], "test_graphed_step.Changing; allowed: tensors"),
+        ({1, 2}, "builtins.set; allowed: tensors"),
+    ],
+    ids=["UserDict", "array", "object", "set"],
+)
+def test_arguments_whose_change_would_go_unseen_are_refused(argument, named, device):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    with pytest.raises(PlanError, match=rf"{named}.*pass dict\(batch\)"):
+        graphed(batch(0, device), argument)
+
+
+def test_equal_values_of_different_types_have_graphs_of_their_own(device):
+    graphed, _, _ = training("rowwise", device, graphed=True)
+    eager, _, _ = training("rowwise", device, graphed=False)
+    train_step = graphed._train_step
+    others = (None, b"1", "1", torch.float32, torch.device("cpu"))
+    graphed._train_step = lambda x, flag, *rest: train_step(x) * (3.0 if flag is True else 2.0)
+    for seed in range(12):
+        flag = (1, True, 1.0)[seed % 3]
+        x = batch(seed, device)
+        assert torch.equal(graphed(x, flag, others), eager(x).detach() * (3.0 if flag is True else 2.0))
+    assert graphed.captures == 3
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_behind_a_failed_capture_eager_steps_go_on(recipe, error, device):
+    """It fails behind the optimizer's step, when Python has counted a boundary and made gradients."""
+    graphed, model, _ = training(recipe, device, graphed=True)
+    eager, twin, _ = training(recipe, device, graphed=False)
+    train_step, capture = graphed._train_step, graphed._capture
+
+    def failing(x: Tensor) -> Tensor:
+        train_step(x)
+        raise error("no such thing in a graph")
+
+    for seed in range(3):
+        graphed(batch(seed, device))
+        eager(batch(seed, device))
+    for p in model.parameters():
+        p.grad = None
+    held = capture._tensors() if device == "cpu" else []
+    before = [t.clone() for t in held]
+    graphed._train_step = failing
+    with pytest.raises(RunError if error is RuntimeError else ValueError, match="no such thing"):
+        graphed(batch(3, device))
+    with torch.no_grad():
+        for t, was in zip(held, before, strict=True):  # on a GPU nothing ran
+            t.copy_(was)
+    assert graphed.captures == 0
+    assert all(p.grad is None for p in model.parameters())
+    for seed in range(3, 6):
+        x = batch(seed, device)
+        assert torch.equal(train_step(x), eager(x)), seed
+    states = state_of(model), state_of(twin)
+    assert states[0].clock.ticks == states[1].clock.ticks == 6
+    if recipe == "delayed":
+        assert states[0].amax.steps == states[1].amax.steps == 6
+        assert torch.equal(states[0].amax.data, states[1].amax.data)
 
 
 def test_the_amax_state_in_other_memory_is_captured_anew(device, caplog):

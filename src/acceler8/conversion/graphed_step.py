@@ -6,10 +6,10 @@
 
 A small FP8 model waits for the host: a layer casts six times a step, each cast is a launch or two. A replay has none of
 that. What it cannot do is decide anew, so everything that Python decides in a step is compared before each replay: the
-layers in FP8 by a schedule, what norms learned of their readers, modes, frozen weights, shapes, learning rates that are
-plain numbers. Where something differs the step runs eagerly again until it is settled and is then captured anew; one
-line in the log says why. The eager steps are steps of the training like any other, so that a graphed training has the
-numbers of an eager one.
+layers in FP8 by a schedule, what norms learned of their readers, modes, hooks, frozen weights, shapes, learning rates
+that are plain numbers, where the optimizers' state and the gradients lie. Where something differs the step runs eagerly
+again until it is settled and is then captured anew; one line in the log says why. The eager steps are steps of the
+training like any other, so that a graphed training has the numbers of an eager one.
 
 In the graph are the casts of the weights (codes never outlive a step: windows have to be opened in it) and, under
 delayed scaling, the step boundary's update of the amax state; what a boundary counts on the host is counted at each
@@ -31,13 +31,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from acceler8.conversion.step_guards import Gradients, Guards, argument
 from acceler8.errors import PlanError, RunError
-from acceler8.nn import Fp8Linear, find_states, fp8_layers, fused_norms
+from acceler8.nn import Fp8Linear, find_states, fp8_layers
 from acceler8.scaling import AmaxState, StepClock
 
 _log = logging.getLogger("acceler8")
 _MOST_GRAPHS = 8
-_Key = tuple[Hashable, Hashable]  # arguments' shapes and values; which boundary of an interval
+_MOST_CHANGES = 8  # without a capture, before a warning
+_Key = tuple[Hashable, Hashable]  # arguments' shapes and values; which boundary of an interval, and gradients at hand
 
 
 class Capture(Protocol):
@@ -85,22 +87,25 @@ class _Recorded(NamedTuple):
     result: Any
     ticks: list[tuple[StepClock, int]]
     counts: list[tuple[AmaxState, int]]
+    gradients: Gradients
 
 
 class GraphedStep:
     """``train_step`` of a converted model, replayed as a CUDA graph. Call it with what ``train_step`` takes.
 
-    train_step: one whole training step on tensors (in any nesting of tuples, lists and dicts; what else is in its
-        arguments is compared, and differing values are graphs of their own). It gives back tensors, the loss say, which
-        come as copies without a gradient. No ``.item()``, no copy to the host, no data-dependent control flow in it;
-        ``optimizer.zero_grad()`` belongs into it too.
+    train_step: one whole training step on tensors, in any nesting of tuples, lists and dicts, and on None, bool, int,
+        float, str, bytes, ``torch.dtype`` and ``torch.device``, each value of which has a graph of its own. It gives
+        back tensors, the loss say, which come as copies without a gradient. No ``.item()``, no copy to the host, no
+        data-dependent control flow in it; ``optimizer.zero_grad()`` belongs into it too.
     optimizers: those that it steps, with ``capturable=True`` where they have that. A learning rate that changes should
-        be a tensor: of a number the graph keeps the value, and each new one is captured anew.
+        be a tensor: of a number the graph keeps the value, and each new one is captured anew. With one
+        that changes at each step nothing is ever captured, and a warning in the log says so once.
     warmup: eager steps with nothing new in them before a capture, at least 1. capture: None takes CUDA graphs for a
         model on a GPU; a model elsewhere runs eagerly, and a line in the log says so once.
     Layers that are observed (``record_statistics``) run eagerly for as long as they are.
-    Raises: PlanError for a model that is not converted, on several devices, in DistributedDataParallel, or inside an
-        open ``acceler8.window`` at a call; RunError if ``train_step`` cannot be captured.
+    Raises: PlanError for a model that is not converted, on several devices, in DistributedDataParallel, and at a call
+        inside an open ``acceler8.window`` or with an argument of another type; RunError if ``train_step`` cannot be
+        captured, and then nothing has happened: an eager ``train_step`` goes on from there.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class GraphedStep:
     ) -> None:
         if warmup < 1:
             raise PlanError(f"GraphedStep got warmup={warmup}; allowed: at least 1 eager step before a capture")
-        self._train_step, self._model, self._optimizers, self._warmup = train_step, model, optimizers, warmup
+        self._train_step, self._warmup = train_step, warmup
         self._states = find_states(model)
         if not self._states:
             raise PlanError(
@@ -134,11 +139,12 @@ class GraphedStep:
         self._capture = capture
         # found once: to look through a model at each step costs more than a replay
         self._layers = [layer for _, layer in fp8_layers(model)]
-        self._norms = [norm for _, norm in fused_norms(model)]
-        self._parameters = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        self._guards = Guards(model, optimizers)
         self._graphs: dict[_Key, _Recorded] = {}
         self._settled: dict[str, Hashable] = {}
         self._eager_steps = 0
+        self._changes = 0  # since a capture or replay
+        self._warned = False
         self._seen: set[Hashable] = set()  # arguments that an eager step had: kernels for their shapes are loaded
         self.captures = 0
         """How often the step was captured."""
@@ -150,14 +156,20 @@ class GraphedStep:
         if any(codes.is_open for state in self._states for codes in state.codes):
             raise PlanError("GraphedStep was called inside acceler8.window; open the window in train_step")
         leaves, spec = tree_flatten((args, kwargs))
+        arguments = tuple(map(argument, leaves)), spec
         if any(not isinstance(layer, Fp8Linear) for layer in self._layers):
             raise PlanError("GraphedStep got a model that was restored since; make a new one behind acceler8.convert")
         if self._capture is None:
             return self._detached(self._train_step(*args, **kwargs))
         if any(layer._acceler8_layer.observer is not None for layer in self._layers):
             return self._detached(self._capture.warm_up(lambda: self._train_step(*args, **kwargs)))
-        key = self._key(leaves, spec)
+        self._compare(arguments)
+        key = self._key(arguments)
         recorded = self._graphs.get(key)
+        if recorded is not None and not recorded.gradients.fit():
+            _log.info("GraphedStep: a gradient's memory changed, so the step is captured again")
+            del self._graphs[key]  # and no other: one that makes gradients, for this one to add to, is as it was
+            recorded, self._eager_steps = None, 0
         if recorded is None:
             if self._eager_steps < self._warmup or key[0] not in self._seen:
                 self._eager_steps += 1
@@ -171,7 +183,8 @@ class GraphedStep:
             for amax, steps in recorded.counts:
                 amax.steps += steps
         recorded.replay()
-        self.replays += 1
+        recorded.gradients.leave()
+        self.replays, self._changes = self.replays + 1, 0
         return self._detached(recorded.result)
 
     def _record(self, key: _Key, leaves: list[Any], spec: Any) -> _Recorded:
@@ -189,6 +202,7 @@ class GraphedStep:
         clocks = self._leading_clocks()
         amaxes = [state.amax for state in self._states if state.amax is not None]
         before = [clock.ticks for clock in clocks], [amax.steps for amax in amaxes]
+        stepped, gradients = [set(clock.stepped) for clock in clocks], Gradients(self._guards.parameters())
         self._drop_codes()  # made in memory that is not the graph's, of weights that will be others
         torch.clear_autocast_cache()
         try:
@@ -196,7 +210,15 @@ class GraphedStep:
                 # without the autograd graph, which would keep gradients' nodes, and so later steps, on this stream
                 lambda: tree_map_only(Tensor, Tensor.detach, self._train_step(*args, **kwargs))
             )
-        except RuntimeError as error:
+        except BaseException as error:
+            # none of the work was done, so what Python counted and made goes too, and eager steps can go on from here
+            for clock, ticks, numbers in zip(clocks, before[0], stepped, strict=True):
+                clock.ticks, clock.stepped = ticks, numbers
+            for amax, steps in zip(amaxes, before[1], strict=True):
+                amax.steps = steps
+            gradients.undo()
+            if not isinstance(error, RuntimeError):
+                raise
             raise RunError(
                 f"train_step could not be captured: {_first_line(error)}; allowed: work on the GPU only,"
                 " no .item(), no copies from or to the host, optimizers with capturable=True; run train_step itself to"
@@ -204,10 +226,12 @@ class GraphedStep:
             ) from error
         finally:
             self._drop_codes()  # a graph's memory is written at each replay
+        gradients.captured()
         recorded = _Recorded(
             replay, [leaf for leaf in static if isinstance(leaf, Tensor)], result,
             [(clock, clock.ticks - was) for clock, was in zip(clocks, before[0], strict=True)],
             [(amax, amax.steps - was) for amax, was in zip(amaxes, before[1], strict=True)],
+            gradients,
         )  # fmt: skip
         self._graphs[key] = recorded
         self.captures += 1
@@ -223,9 +247,9 @@ class GraphedStep:
         for state in self._states:
             state.drop_codes()
 
-    def _key(self, leaves: list[Any], spec: Any) -> _Key:
-        """What this step's graph is found by. Starts anew, and says why, if what Python decides is not what it was."""
-        now = self._decisions()
+    def _compare(self, arguments: Hashable) -> None:
+        """Start anew, and say why, if what Python decides is not what it was."""
+        now = self._guards.decisions()
         if now != self._settled:
             changed = [name for name in now if now[name] != self._settled.get(name)]
             if self._graphs:
@@ -233,49 +257,27 @@ class GraphedStep:
             self._graphs.clear()
             self._settled, self._eager_steps = now, 0
             self._seen.clear()
-        shapes = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        )
+            self._count_change(changed)
+        elif arguments not in self._seen:
+            self._count_change(["the arguments' shapes or values"])
+
+    def _count_change(self, changed: list[str]) -> None:
+        self._changes += 1
+        if self._changes >= _MOST_CHANGES and not self._warned:
+            self._warned = True
+            _log.warning(
+                "GraphedStep: all steps are eager, for %d times something changed before a step could be captured; the"
+                " last time %s. Make numbers that change tensors and keep the rest as it is, or run train_step itself",
+                self._changes, " and ".join(changed),
+            )  # fmt: skip
+
+    def _key(self, arguments: Hashable) -> _Key:
+        """What this step's graph is found by."""
         # under an interval some boundaries bring new scales and others do not
         phase = tuple(
             (state.amax.steps + 1) % state.amax.interval == 0 for state in self._states if state.amax is not None
         )
-        return (shapes, spec), phase
-
-    def _decisions(self) -> dict[str, Hashable]:
-        """All on which the Python of a step depends, by the name that a message gives it."""
-        layers = [(layer, layer._acceler8_layer) for layer in self._layers]
-        parameters = [p for own, name in self._parameters if (p := own.get(name)) is not None]
-        return {
-            "the set of FP8 layers": tuple((state.recipe, state.slots) for _, state in layers),
-            "the schedule's stage": tuple(state.is_fp8(True) for _, state in layers),
-            "what norms know of their readers": tuple(
-                (norm._acceler8_norm.reader, norm._acceler8_norm.groups) for norm in self._norms
-            ),
-            "the mode of a layer": tuple(
-                (layer.training, state.evaluates_in_fp8, bool(layer._forward_hooks), bool(layer._forward_pre_hooks))
-                for layer, state in layers
-            ),
-            "a parameter's memory or requires_grad": tuple(
-                (p.data_ptr(), p.dtype, p.requires_grad) for p in parameters
-            ),
-            "the amax state's memory": tuple(
-                None if state.amax is None else state.amax.data.data_ptr() for state in self._states
-            ),
-            "a number of the optimizer (make lr a tensor if it changes)": tuple(
-                (name, value)
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-                for name, value in group.items()
-                if isinstance(value, int | float)
-            ),
-            "autocast": (
-                torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_grad_enabled()
-            ),
-        }  # fmt: skip
+        return arguments, (phase, self._guards.have_gradients())
 
     @staticmethod
     def _detached(result: Any) -> Any:
