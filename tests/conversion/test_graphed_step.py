@@ -512,8 +512,8 @@ def test_on_a_cpu_it_runs_eagerly_and_says_so(caplog):
 def test_refusals():
     step, model, optimizer = training("rowwise", "cpu", graphed=False)
     with pytest.raises(PlanError, match="not converted; call acceler8"):
-        acceler8.GraphedStep(step, Mlp())
-    with pytest.raises(PlanError, match="warmup=0; allowed: at least 1"):
+        acceler8.GraphedStep(step, Mlp(), optimizer)
+    with pytest.raises(PlanError, match="warmup=0; allowed: an integer from 1"):
         acceler8.GraphedStep(step, model, optimizer, warmup=0)
     graphed = acceler8.GraphedStep(step, model, optimizer)
     with acceler8.window(model), pytest.raises(PlanError, match="open the window in train_step"):
@@ -621,3 +621,24 @@ def test_graphs_are_captured_again_while_a_tensor_of_those_that_are_gone_is_aliv
     torch.cuda.synchronize(device)
     assert float(result[0]) == 3.0
     assert left.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda step, model, optimizer: ((step, model), {}), "no optimizer"),
+        (lambda step, model, optimizer: ((None, model, optimizer), {}), "train_step=NoneType"),
+        (lambda step, model, optimizer: ((step, None, optimizer), {}), "model=NoneType"),
+        (
+            lambda step, model, optimizer: ((step, model, torch.optim.lr_scheduler.StepLR(optimizer, 1)), {}),
+            "optimizer=StepLR",
+        ),
+        (lambda step, model, optimizer: ((step, model, optimizer), {"warmup": True}), "warmup=True"),
+        (lambda step, model, optimizer: ((step, model, optimizer), {"warmup": 1.5}), "warmup=1.5"),
+    ],
+)
+def test_what_it_takes_is_checked(wrong, named):
+    _, model, optimizer = training("rowwise", "cpu", graphed=False)
+    args, kwargs = wrong(lambda x: model(x).sum(), model, optimizer)
+    with pytest.raises(PlanError, match=f"got {named}; allowed"):
+        acceler8.GraphedStep(*args, **kwargs)

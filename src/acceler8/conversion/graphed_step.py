@@ -116,8 +116,11 @@ class GraphedStep:
         warmup: int = 2,
         capture: Capture | None = None,
     ) -> None:
-        if warmup < 1:
-            raise PlanError(f"GraphedStep got warmup={warmup}; allowed: at least 1 eager step before a capture")
+        if type(warmup) is not int or warmup < 1:
+            raise PlanError(
+                f"GraphedStep got warmup={warmup!r}; allowed: an integer from 1, eager steps before a capture"
+            )
+        _check_kinds(train_step, model, optimizers)
         self._train_step, self._warmup = train_step, warmup
         self._states = find_states(model)
         if not self._states:
@@ -282,6 +285,18 @@ class GraphedStep:
     @staticmethod
     def _detached(result: Any) -> Any:
         return tree_map_only(Tensor, lambda t: t.detach().clone(), result)
+
+
+def _check_kinds(train_step: Any, model: Any, optimizers: tuple[Any, ...]) -> None:
+    """Raise PlanError for what is none of these."""
+    wrong = [] if callable(train_step) else [f"train_step={type(train_step).__name__}"]
+    wrong += [] if isinstance(model, nn.Module) else [f"model={type(model).__name__}"]
+    wrong += [f"optimizer={type(other).__name__}" for other in optimizers if not isinstance(other, Optimizer)]
+    if wrong or not optimizers:
+        raise PlanError(
+            f"GraphedStep got {', '.join(wrong) or 'no optimizer'}; allowed: a function, a module and the optimizers"
+            " that the function steps, whose numbers are compared: GraphedStep(train_step, model, optimizer)"
+        )
 
 
 def _first_line(error: RuntimeError) -> str:
