@@ -203,5 +203,9 @@ def test_a_compiled_model_records_what_an_eager_one_does(device):
         outcome(model, x)
     with acceler8.record_statistics(model) as compiled:
         assert_equal(outcome(model, x, call), want)
-    assert compiled.rows() == eager.rows()
+    assert len(compiled.rows()) == len(eager.rows()) > 0
+    for got, expected in zip(compiled.rows(), eager.rows(), strict=True):
+        for key, value in expected.items():  # counts and amaxes exactly; sums may be of other strides, in another order
+            is_sum = key in {"squared_error", "squared_sum", "sqnr_db"}
+            assert got[key] == (pytest.approx(value, rel=1e-6) if is_sum else value), key
     torch.compiler.reset()
