@@ -205,7 +205,7 @@ def test_a_compiled_model_records_what_an_eager_one_does(device):
         assert_equal(outcome(model, x, call), want)
     assert len(compiled.rows()) == len(eager.rows()) > 0
     for got, expected in zip(compiled.rows(), eager.rows(), strict=True):
-        for key, value in expected.items():  # counts and amaxes exactly; sums may be of other strides, in another order
-            is_sum = key in {"squared_error", "squared_sum", "sqnr_db"}
-            assert got[key] == (pytest.approx(value, rel=1e-6) if is_sum else value), key
+        for key, value in expected.items():  # Dynamo's operations differ by ulps, which may move a code by one
+            off = {"amax": 1e-6, "squared_sum": 1e-6, "squared_error": 1e-2, "sqnr_db": 1e-2}.get(key)
+            assert got[key] == (value if off is None else pytest.approx(value, rel=off)), key
     torch.compiler.reset()
