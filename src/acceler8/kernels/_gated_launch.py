@@ -31,8 +31,9 @@ _TILE, _BLOCK_TILE = 64, 128
 _WARPS, _BLOCK_WARPS = 4, 8
 _BACKWARD_WARPS, _BACKWARD_BLOCK_WARPS = 8, 8
 # One scale a tensor, backward of 16384 x 14336 (H200, 2026-11-30): 0.96 ms (64 rows 1.06, 8 warps 1.17, as tiles 1.08)
-_ROWS, _BACKWARD_ROWS, _COLS, GROUP, _WORDS_WARPS = 64, 128, 64, 4, 4
-_AMAX_TILE, _AMAX_WARPS = 64, 2
+_ROWS, _COLS, GROUP, _WORDS_WARPS, _WORDS_REGISTERS = 64, 64, 4, 4, 128
+_AMAX_TILE, _AMAX_WARPS, _AMAX_REGISTERS = 64, 2, None
+_BACKWARD_REGISTERS = None
 _SCALES = 512  # of them a program makes
 # Rows that a program holds whole, as in quantize
 _ELEMENTS, _PER_WARP = 4096, 1024
@@ -336,18 +337,20 @@ def _plan_backward(
                 granularity.cols, kept_as, hardware, tile, by_row,
             ),
             warps,
+            None if granularity.is_blockwise else _BACKWARD_REGISTERS,
         )  # fmt: skip
     else:
         across, amaxes = -(-features // _COLS), "known"
         cast = Launch(
             gated_backward_words_kernel,
-            -(-row_count // _BACKWARD_ROWS) * across,
+            -(-row_count // _ROWS) * across,
             (d_act, codes, inv, torch.int32, *_pointers(delayed), *_pointers(act_delayed), *written),
             (
                 row_count, features, *strides, across, col_width, *wanted, *casts,
-                delayed is not None, kept_as, hardware, _BACKWARD_ROWS, _COLS, GROUP,
+                delayed is not None, kept_as, hardware, _ROWS, _COLS, GROUP,
             ),
             _WORDS_WARPS,
+            _WORDS_REGISTERS,
         )  # fmt: skip
     if granularity.is_blockwise or not (has_d or act_cols is not None):
         return _Plan(outputs, places, x.device, None, 0, cast, amaxes)
@@ -363,6 +366,7 @@ def _plan_backward(
             hardware, _AMAX_TILE,
         ),
         _AMAX_WARPS,
+        _AMAX_REGISTERS,
     )  # fmt: skip
     if not by_row:
         return _Plan(outputs, places, x.device, find_amax, 2, cast, amaxes)

@@ -24,13 +24,22 @@ class Launch:
     """A compiled kernel with its grid and every argument behind its pointers.
 
     ``pointers`` says what the pointers are: a dtype (the address is a multiple of 16 bytes) or a tensor that is laid
-    out like those to come. Compiled for the current device.
+    out like those to come. ``registers`` limits those of a thread, so that more programs run at once on an NVIDIA GPU.
+    Compiled for the current device.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, pointers: Sequence[Tensor | torch.dtype], arguments: Sequence[Any], warps: int
+        self,
+        kernel: Any,
+        programs: int,
+        pointers: Sequence[Tensor | torch.dtype],
+        arguments: Sequence[Any],
+        warps: int,
+        registers: int | None = None,
     ) -> None:
         grid, options = (programs, 1, 1), {**LAUNCH_OPTIONS, "num_warps": warps}
+        if registers is not None and torch.version.hip is None:
+            options["maxnreg"] = registers
         self._arguments = tuple(arguments)
         self._run: Callable[..., None]
         if INTERPRETED:

@@ -13,7 +13,7 @@ from acceler8.kernels._triton import (
     scale_of,
     tl,
 )
-from acceler8.kernels.amax import is_known
+from acceler8.kernels.amax import is_known, raise_to
 
 _INTERPRETED = constexpr(INTERPRETED)
 
@@ -147,12 +147,12 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
     if TENSOR or COLUMN:
         column = tl.max(largest, 0)
         if COLUMN:
-            tl.atomic_max(column_ptr + cols, column, mask=cols < col_count, sem="relaxed")
+            raise_to(column_ptr + cols, column, cols < col_count)
         if TENSOR:
             amax = tl.max(column, 0)
             if DELAYED:
-                tl.atomic_max(staging_ptr, amax, sem="relaxed")
-            tl.atomic_max(found_ptr, amax, sem="relaxed")
+                raise_to(staging_ptr, amax, True)
+            raise_to(found_ptr, amax, True)
 
 
 @jit

@@ -22,7 +22,7 @@ from acceler8.kernels._triton import (
     scale_of,
     tl,
 )
-from acceler8.kernels.amax import is_known
+from acceler8.kernels.amax import is_known, raise_to
 
 _PTX = constexpr(not INTERPRETED and torch.version.hip is None)
 
@@ -105,7 +105,7 @@ def quantize_four(  # type: ignore[no-untyped-def]
     ``col_width`` are multiples of four.
     """
     if DELAYED and (ROW or COL):
-        tl.atomic_max(staging_ptr, _largest(x0, x1, x2, x3), sem="relaxed")
+        raise_to(staging_ptr, _largest(x0, x1, x2, x3), True)
     zero = tl.zeros([1, 1], tl.int64)
     is_first = zero + first_row + first_col == 0
     if ROW:
