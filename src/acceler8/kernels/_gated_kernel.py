@@ -25,7 +25,7 @@ from acceler8.kernels._triton import (
     tile_origin,
     tl,
 )
-from acceler8.kernels._words_kernel import quantize_four, words_origin
+from acceler8.kernels._words_kernel import largest_bits, quantize_four, stage, words_origin
 from acceler8.kernels.amax import is_known, max_into
 
 # the exponential and the reciprocal of NVIDIA's special function unit
@@ -152,9 +152,11 @@ def gated_words_kernel(  # type: ignore[no-untyped-def]
     a1 = _act(x_ptr, out_ptr, rows + 1, cols, row_stride, row_count, features, KIND, HIGH)
     a2 = _act(x_ptr, out_ptr, rows + 2, cols, row_stride, row_count, features, KIND, HIGH)
     a3 = _act(x_ptr, out_ptr, rows + 3, cols, row_stride, row_count, features, KIND, HIGH)
+    if DELAYED and (ROW or COL):
+        stage(largest_bits(a0, a1, a2, a3), staging_ptr)
     quantize_four(
         a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr, known_ptr,
-        staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, row_width, col_width, col_width,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, row_width, col_width, col_width,
         ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
 
@@ -310,20 +312,25 @@ def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
         d_ptr, x_ptr, inv_ptr, out_ptr, rows + 3, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
         features, KIND, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
+    if DELAYED:
+        if ROW or COL:
+            stage(tl.maximum(largest_bits(g0, g1, g2, g3), largest_bits(u0, u1, u2, u3)), staging_ptr)
+        if ACT:
+            stage(largest_bits(a0, a1, a2, a3), act_staging_ptr)
     # codes of rows are never filled: half of their width is a multiple already
     quantize_four(
         g0, g1, g2, g3, rows, cols, first_row, first_col, row_count, features, amax_ptr, known_ptr,
-        staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, features, col_width,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, features, col_width,
         col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
     quantize_four(
         u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr,
-        known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, 2 * features,
+        known_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, 2 * features,
         col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
     quantize_four(
         a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr + 1, act_known_ptr,
-        act_staging_ptr, act_codes_ptr, act_inv_ptr, act_codes_ptr, act_inv_ptr, features, features, col_width,
+        act_codes_ptr, act_inv_ptr, act_codes_ptr, act_inv_ptr, features, features, col_width,
         col_width, False, ACT, ACT_E5M2, ACT_E5M2, ACT_MAX, ACT_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from acceler8.kernels._triton import (
     scale_of,
     tl,
 )
-from acceler8.kernels.amax import is_known, raise_to
+from acceler8.kernels.amax import is_known
 
 _INTERPRETED = constexpr(INTERPRETED)
 
@@ -147,12 +147,12 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
     if TENSOR or COLUMN:
         column = tl.max(largest, 0)
         if COLUMN:
-            raise_to(column_ptr + cols, column, cols < col_count)
+            tl.atomic_max(column_ptr + cols, column, mask=cols < col_count, sem="relaxed")
         if TENSOR:
             amax = tl.max(column, 0)
             if DELAYED:
-                raise_to(staging_ptr, amax, True)
-            raise_to(found_ptr, amax, True)
+                tl.atomic_max(staging_ptr, amax, sem="relaxed")
+            tl.atomic_max(found_ptr, amax, sem="relaxed")
 
 
 @jit

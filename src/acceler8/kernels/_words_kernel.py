@@ -22,7 +22,7 @@ from acceler8.kernels._triton import (
     scale_of,
     tl,
 )
-from acceler8.kernels.amax import is_known, raise_to
+from acceler8.kernels.amax import is_known
 
 _PTX = constexpr(not INTERPRETED and torch.version.hip is None)
 
@@ -58,11 +58,17 @@ def words_origin(across, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.const
 
 
 @jit
-def _largest(x0, x1, x2, x3):  # type: ignore[no-untyped-def]
-    """Bits of the amax of four blocks."""
+def largest_bits(x0, x1, x2, x3):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitude of four blocks, place by place."""
     first = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
     second = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    return tl.max(tl.max(tl.maximum(first, second), 1), 0)
+    return tl.maximum(first, second)
+
+
+@jit
+def stage(bits, staging_ptr):  # type: ignore[no-untyped-def]
+    """Max the largest of a block into ``staging``: both dimensions at once, so the warps wait for each other once."""
+    tl.atomic_max(staging_ptr, tl.max(bits), sem="relaxed")
 
 
 @jit
@@ -92,20 +98,18 @@ def _store_byte(codes, rows, cols, stop, col_count, codes_ptr, width):  # type: 
 @jit
 def quantize_four(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, rows, cols, first_row, first_col, row_count, col_count,
-    amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
+    amax_ptr, known_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
     row_width, row_stop, col_width, col_stop,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile in the orientations asked; store codes and scale, and max its amax into ``staging`` if DELAYED.
+    """Quantise a tile in the orientations asked; store codes and scale. DELAYED: with the amax known, if it is good.
 
     ``x0`` holds ``rows``, ``x1`` those behind each, and so on; zeros outside. Codes are stored up to ``row_stop`` along
     a row and up to ``col_stop`` along a column, so that filler is stored as the zeros it is. WORDS: ``rows`` and
     ``col_width`` are multiples of four.
     """
-    if DELAYED and (ROW or COL):
-        raise_to(staging_ptr, _largest(x0, x1, x2, x3), True)
     zero = tl.zeros([1, 1], tl.int64)
     is_first = zero + first_row + first_col == 0
     if ROW:
@@ -163,9 +167,11 @@ def quantize_words_kernel(  # type: ignore[no-untyped-def]
     x1 = _load(x_ptr, rows + 1, cols, row_stride, col_stride, row_count, col_count)
     x2 = _load(x_ptr, rows + 2, cols, row_stride, col_stride, row_count, col_count)
     x3 = _load(x_ptr, rows + 3, cols, row_stride, col_stride, row_count, col_count)
+    if DELAYED:
+        stage(largest_bits(x0, x1, x2, x3), staging_ptr)
     quantize_four(
         x0, x1, x2, x3, rows + row_offset, cols + col_offset, first_row + row_offset, first_col + col_offset,
-        row_count + row_offset, col_count + col_offset, amax_ptr, known_ptr, staging_ptr,
+        row_count + row_offset, col_count + col_offset, amax_ptr, known_ptr,
         row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, row_width, hidden(row_stop, COLS), col_width,
         hidden(col_stop, ROWS), ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, WORDS, HARDWARE,
     )  # fmt: skip
