@@ -203,6 +203,7 @@ def test_recipes_are_compiled_block_by_block_in_prepared_loops(least: Preset):
         model = found[name].build(work).model
         assert [block._compiled_call_impl is not None for block in work.blocks(model)] == [True, True]
         assert model._compiled_call_impl is None
+        assert not model.config.use_cache
         assert len(list(fp8_layers(model))) == layers
     assert "rowwise-compile" not in [v.name for v in select("prepared", CPU)]
 

@@ -267,3 +267,24 @@ def test_inductor_evaluates_in_fp8_without_a_trace(device):
         model(100 * batch(1, device))
     after = acceler8.fp8_state_dict(model)
     assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_blocks_that_are_alike_are_compiled_once(recipe: str):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = acceler8.convert(transformers.LlamaForCausalLM(config), recipe)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    acceler8.attach(model, optimizer)
+    tokens = torch.randint(0, 64, (2, 16))
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1, counters

@@ -117,7 +117,13 @@ def _is_worth(variant: Variant, device: torch.device, wanted: Sequence[str] | No
 
 
 def compile_blocks(work: Work, model: nn.Module) -> None:
-    """torch.compile for each repeated layer, in place: what peers recommend, and quicker to start than the whole."""
+    """torch.compile for each repeated layer, in place: what peers recommend, and quicker to start than the whole.
+
+    Without the cache for generation, which Transformers' models fill in training too: it counts layers, so every one
+    of them would be compiled for itself.
+    """
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False  # type: ignore[union-attr]
     for block in work.blocks(model):
         block.compile()
 
