@@ -203,9 +203,27 @@ def test_recipes_are_compiled_block_by_block_in_prepared_loops(least: Preset):
         model = found[name].build(work).model
         assert [block._compiled_call_impl is not None for block in work.blocks(model)] == [True, True]
         assert model._compiled_call_impl is None
-        assert not model.config.use_cache
         assert len(list(fp8_layers(model))) == layers
     assert "rowwise-compile" not in [v.name for v in select("prepared", CPU)]
+
+
+def test_compiled_blocks_of_hugging_face_fill_no_cache(least: Preset):
+    pytest.importorskip("transformers")
+    work = Work(dataclasses.replace(least, loop="prepared", model="hf-llama", parameters="float32"), CPU)
+    model = VARIANTS["bf16-compile"]["prepared"].build(work).model
+    assert model.config.use_cache is False
+    assert VARIANTS["bf16"]["prepared"].build(work).model.config.use_cache is True
+
+
+@pytest.mark.parametrize("loop", ["plain", "prepared"])
+def test_half_compressed_compresses_every_second_layer(least: Preset, loop: str):
+    work = Work(dataclasses.replace(least, loop=loop, parameters="float32", layers=4), CPU)
+    model = VARIANTS["delayed-half-compressed"][loop].build(work).model
+    kept = {name.split("layers.")[1][0]: layer._acceler8_layer.recipe for name, layer in fp8_layers(model)}
+    assert {n: r.save_for_backward for n, r in kept.items()} == {
+        "0": "fp8_compressed", "1": "fp8", "2": "fp8_compressed", "3": "fp8",
+    }  # fmt: skip
+    assert all(recipe.is_delayed for recipe in kept.values())
 
 
 @pytest.mark.slow  # needs a C++ compiler, and its time

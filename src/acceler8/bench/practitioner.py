@@ -33,7 +33,7 @@ from acceler8.errors import RunError
 Keep = Callable[[Result], None]
 
 FP16 = "fp16-amp"
-DEFAULT_VARIANTS = ("rowwise", "delayed", "delayed-compressed")
+DEFAULT_VARIANTS = ("rowwise", "delayed", "delayed-half-compressed", "delayed-compressed")
 """Beside BF16 and FP16; each is trained for epochs."""
 NEAR = 0.002
 """An accuracy as good as FP16's: within 0.2 points of its last."""

@@ -50,6 +50,8 @@ class Preset:
     """Let acceler8's head compute the loss, in every variant of ours."""
     save_for_backward: str | None = None
     """What ours keep for backward; None: the default."""
+    compress_every: int = 0
+    """Of the layers, one in so many keeps compressed activations, from the first on; 0: see ``save_for_backward``."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocabulary", "batch", "length", "check_steps",

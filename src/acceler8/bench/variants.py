@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import acceler8
 from acceler8 import recipes
-from acceler8.bench.presets import Loop
-from acceler8.bench.work import Trainee, Work, plain_trainee, plan_options, prepared_trainee
+from acceler8.bench.presets import Loop, Preset
+from acceler8.bench.work import Trainee, Work, plain_trainee, prepared_trainee
 from acceler8.errors import NotInThisVersionError, RunError, unknown_name
 from acceler8.kernels import has_hardware_matmul
+from acceler8.recipes import LayerRecipes, Recipe
 
 BASELINE = "bf16"
 Group = Literal["PyTorch", "acceler8", "torchao", "TransformerEngine", "Accelerate"]
@@ -51,6 +52,7 @@ class Variant:
 _SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
     "-compressed": {"save_for_backward": "fp8_compressed"},
+    "-half-compressed": {"compress_every": 2},
     "-head-loss": {"head_loss": True},
     "-compressed-head-loss": {"save_for_backward": "fp8_compressed", "head_loss": True},
 }
@@ -142,10 +144,20 @@ def _bf16_compiled(work: Work) -> Trainee:
     return plain_trainee(work, model)
 
 
+def _recipe(name: str, preset: Preset) -> Recipe | LayerRecipes:
+    """What the preset makes of the recipe of that name."""
+    own = recipes.get(name, save_for_backward=preset.save_for_backward or "fp8")
+    if not preset.compress_every:
+        return own
+    compressed = recipes.get(name, save_for_backward="fp8_compressed")
+    some = range(0, preset.layers, preset.compress_every)
+    return recipes.LayerRecipes((*((f"*layers.{i}.*", compressed) for i in some), ("*", own)))
+
+
 def _own(recipe: str, compiled: bool = False) -> Callable[[Work], Trainee]:
     def build(work: Work) -> Trainee:
         model = work.with_head_loss(work.make_model())
-        acceler8.convert(model, acceler8.plan(model, recipe, **plan_options(work.preset)))
+        acceler8.convert(model, acceler8.plan(model, _recipe(recipe, work.preset), fuse=work.preset.fuse))
         if compiled:
             compile_blocks(work, model)
         return plain_trainee(work, model, is_own=True, is_converted=True)
@@ -227,7 +239,7 @@ def _prepared(
                 raise NotInThisVersionError(
                     "Accelerator.prepare takes no --no-fuse; use a preset whose loop is plain, such as llama3-8b-4l"
                 )
-            own = recipes.get(recipe, save_for_backward=preset.save_for_backward or "fp8")
+            own = _recipe(recipe, preset)
         model = work.make_model()
         if recipe is not None or head_loss:
             work.with_head_loss(model)

@@ -138,14 +138,6 @@ def hf_llama(preset: Preset) -> nn.Module:
     return model
 
 
-def plan_options(preset: Preset) -> dict[str, Any]:
-    """Keywords of ``acceler8.plan`` that the preset asks for."""
-    options: dict[str, Any] = {"fuse": preset.fuse}
-    if preset.save_for_backward is not None:
-        options["save_for_backward"] = preset.save_for_backward
-    return options
-
-
 def plain_trainee(
     work: Work,
     model: nn.Module,
