@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.modules import module as torch_module
 
 import acceler8
@@ -260,20 +262,58 @@ def test_a_sharded_child(tmp_path):
         dist.destroy_process_group()
 
 
+def operations(model: Model, **options: object) -> tuple[Callable[[Tensor], Tensor], list[str]]:
+    """``model`` compiled, and the names of acceler8's operations in the forward graphs that were made of it."""
+    found: list[str] = []
+
+    def note(module: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        found.extend(str(node.target) for node in module.graph.nodes if "acceler8" in str(node.target))
+        return make_boxed_func(module)
+
+    return torch.compile(
+        model, backend=aot_autograd(fw_compiler=note, bw_compiler=lambda m, _: make_boxed_func(m)), **options
+    ), found
+
+
 # Dynamo itself does this with every autograd.Function that it traces (torch 2.13)
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_compiles_in_one_graph(recipe):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiles_in_one_graph_and_runs_as_one_there(recipe):
     torch.compiler.reset()
-    model = fused(recipe)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if recipe == "rowwise":
-        expected = outcome(unfused(recipe), batch())
-    else:
-        twin = copy.deepcopy(model)
-        expected = outcome(twin, batch(), torch.compile(twin, backend="eager", fullgraph=True))
-    assert_equal(outcome(model, batch(), call), expected)
-    near(outcome(model, batch(), call), outcome(model, batch()), 0.02 if recipe == "rowwise" else 0.12)
+    model, twin = fused(recipe), fused(recipe)
+    call, found = operations(model, fullgraph=True)
+    assert_equal(outcome(model, batch(), call), outcome(twin, batch()))
+    assert sum("gated" in name for name in found) == 1, found
+    acceler8.step(model)
+    acceler8.step(twin)
+    assert_equal(outcome(model, batch(), call), outcome(twin, batch()))
+    torch.compiler.reset()
+
+
+class Doubled(nn.Module):
+    """What an adapter puts in a layer's place."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base_layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")
+def test_compiled_it_stops_running_as_one_when_a_part_is_wrapped():
+    torch.compiler.reset()
+    model = fused()
+    call, found = operations(model)
+    outcome(model, batch(), call)
+    assert sum("gated" in name for name in found) == 1, found
+    model.mlp.w3 = Doubled(model.mlp.w3)
+    found.clear()
+    got = outcome(model, batch(), call)
+    assert found
+    assert not any("gated" in name for name in found), found
+    assert_equal(got, outcome(model, batch()))
     torch.compiler.reset()
 
 

@@ -2,7 +2,7 @@
 
 Its parts stay what they are, FP8 layers with their own Parameters. Whether they can run as one is asked anew at
 each call: a part that carries a hook, an adapter, a parametrisation or another forward must be called, so then the
-author's own forward runs, with its FP8 layers. The same forward runs under ``torch.compile``, which fuses by itself.
+author's own forward runs, with its FP8 layers. ``torch.compile`` asks once and guards what was asked.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class FusedGatedMLP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the author's forward computes."""
-        if torch.compiler.is_compiling():
-            return cast(Tensor, super().forward(*args, **kwargs))
         state = self._acceler8_fusion
         inputs = args or tuple(value for name, value in kwargs.items() if name == state.argument)
         layers = None
@@ -60,11 +58,12 @@ class FusedGatedMLP(nn.Module):
             layers, why_not = self._parts(inputs[0])
         else:
             why_not = "its arguments are not those of a gated MLP"
-        if self.training:
+        is_eager = self.training and not torch.compiler.is_compiling()
+        if is_eager:
             state.why_not = why_not
         if layers is None:
             return cast(Tensor, super().forward(*args, **kwargs))
-        if self.training:
+        if is_eager:
             for layer in layers:
                 layer._acceler8_layer.count_unmarked_call()
         codes = None
