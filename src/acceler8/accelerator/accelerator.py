@@ -94,7 +94,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
     recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), or a mapping of patterns
         of layer names to such (None: high precision), and layers that stay in high precision beside the default ones.
         backend: who computes FP8; default: the first that is available of ``fp8_backend_order`` (``NATIVE, AO, TE,
-        MSAMP``).
+        MSAMP``). In code it may also be one that another package registers (``acceler8.backends``).
     cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
     gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it. Or
         gradient_accumulation_plugin, which says more.
@@ -171,6 +171,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 )
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
         _check_words(mixed_precision, gradient_accumulation_steps, recipe, backend)
+        registered = backend if backend in backends.registered() else None
+        if registered is not None:
+            backend = FP8BackendType.NATIVE.value  # whose settings it is described by
         rng_types = ("generator",) if rng_types is None else tuple(str(kind) for kind in rng_types)
         for kind in rng_types:
             if kind not in RNG_TYPES:
@@ -203,7 +206,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         for note in (*self.effective.notes, *configuration.check(self.effective)):
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
-        self.backend = self._fp8_backend.value.lower()
+        self.backend = registered or self._fp8_backend.value.lower()
         native = self.handlers.native
         self._recipe_object = recipe_object(_lower(recipe) if native is None else native.recipe)
         self.recipe = self._recipe()
@@ -465,7 +468,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             return values
         path = "fp8_config.backend"
         source = self.effective.source(path) if self.effective[path] not in (None, "NO") else DEFAULT
-        values[path] = Value(self._fp8_backend.value, source)
+        is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
+        values[path] = Value(self._fp8_backend.value if is_own else self.backend, source)
         values |= fp8_values(self.effective, self._fp8_backend.value)
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
             told = (
