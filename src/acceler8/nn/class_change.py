@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_CLASSES = "_acceler8_classes"
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -45,7 +46,7 @@ class AuthorsClass:
     def __init__(self, mixin: type[nn.Module], prefix: str = "Fp8") -> None:
         self._mixin, self._prefix = mixin, prefix
         self._made: dict[type[nn.Module], type[nn.Module]] = {}
-        mixin._acceler8_classes = self  # type: ignore[assignment]
+        setattr(mixin, _CLASSES, self)
 
     def of(self, author: type[nn.Module]) -> type[nn.Module]:
         """The class for modules of the author's class."""
@@ -68,7 +69,7 @@ class AuthorsClass:
 
 
 def _classes_of(mixin: type[nn.Module]) -> AuthorsClass:
-    found: AuthorsClass = mixin._acceler8_classes  # type: ignore[assignment]
+    found: AuthorsClass = getattr(mixin, _CLASSES)
     return found
 
 
