@@ -78,16 +78,16 @@ def convert_norm(norm: Norm, donor: nn.Module, schedules: list[Any], *, always: 
     norm.module.__dict__[_NORM] = TeNormState(norm.name, norm.kind, author, schedules, always)
 
 
-def restore(model: nn.Module) -> None:
-    """Undo ``convert`` for everything inside ``model``."""
+def restore(model: nn.Module, *, linears: bool = True, norms: bool = True) -> None:
+    """Undo ``convert`` for everything inside ``model``, or for its linear layers or norms alone."""
     from acceler8.backends.transformer_engine.layers import FP8LayerNorm, FP8Linear, FP8RMSNorm, layer_norms, rms_norms
 
     for module in model.modules():
-        if isinstance(module, FP8Linear):
+        if linears and isinstance(module, FP8Linear):
             module.__dict__.pop(_LAYER, None)
             module.__dict__.pop("_acceler8_pending", None)
             give_back(module, FP8Linear, nn.Linear)
-        elif isinstance(module, (FP8LayerNorm, FP8RMSNorm)):
+        elif norms and isinstance(module, (FP8LayerNorm, FP8RMSNorm)):
             state = module.__dict__.pop(_NORM)
             classes = rms_norms if isinstance(module, FP8RMSNorm) else layer_norms
             give_back(module, classes.of(state.author), state.author)

@@ -144,6 +144,15 @@ def load() -> Any:
         return importlib.import_module("transformer_engine.pytorch")
 
 
+def cannot_load(found: Versions) -> str | None:
+    """Why the import fails; None if it does not."""
+    try:
+        load()
+    except Exception as error:  # a linker's OSError, an assertion, a RuntimeError: whatever it is, it cannot be used
+        return explain(error, found)
+    return None
+
+
 @functools.cache
 def unavailable() -> str | None:
     """Why TransformerEngine cannot be used here, in one sentence; None if it can. Tries the import, once."""
@@ -157,14 +166,4 @@ def unavailable() -> str | None:
             f"TransformerEngine needs an NVIDIA GPU of compute capability 8.9 or newer, and torch finds none (found:"
             f" {found}); use backend 'native', which also runs on the CPU"
         )
-    try:
-        load()
-    except Exception as error:  # a linker's OSError, an assertion, a RuntimeError: whatever it is, it cannot be used
-        return explain(error, found)
-    return None
-
-
-def version() -> tuple[int, ...]:
-    """Of the installed package; ``()`` if there is none."""
-    found = version_of("transformer-engine")
-    return () if found is None else numbers(found)
+    return cannot_load(found)
