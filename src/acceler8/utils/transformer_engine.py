@@ -1,8 +1,8 @@
 """TransformerEngine by hand, under Hugging Face Accelerate's names.
 
-``Accelerator`` and ``acceler8.convert`` need none of this: there FP8 belongs to each layer. Here it is the library's own
-context around the model's forward, with its rules: scales of delayed scaling change when that forward ends, and a layer
-that is called from elsewhere is not in FP8.
+``Accelerator`` and ``acceler8.convert`` need none of this: there FP8 belongs to each layer. Here it is the library's
+own context around the model's forward, with its rules: scales of delayed scaling change when that forward ends, and
+a layer that is called from elsewhere is not in FP8.
 """
 
 from __future__ import annotations
