@@ -24,6 +24,8 @@ class Capability:
     ``activations_only``."""
     compute: tuple[int, int] | None = None
     """Least compute capability of the GPU, (9, 0) for Hopper; None: every device, the CPU too."""
+    on_cpu: bool = False
+    """True if it also runs on the CPU, emulated, where a GPU has to be of some capability."""
     below: tuple[int, int] | None = None
     """The compute capability from which on it does not run any more; None: none."""
     strategies: tuple[str, ...] = ("single", "ddp")
@@ -33,7 +35,7 @@ class Capability:
         if self.compute is None and self.below is None:
             return True
         if device.type != "cuda":
-            return device.type == "meta"
+            return device.type == "meta" or (self.on_cpu and device.type == "cpu")
         found = torch.cuda.get_device_capability(device)
         return found >= (self.compute or (0, 0)) and (self.below is None or found < self.below)
 

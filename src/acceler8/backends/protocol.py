@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from acceler8.backends.options import BackendOptions
 from acceler8.errors import PlanError
 from acceler8.nn import LayerState, ModelState, converted_layers, fp8_state_dict, load_fp8_state_dict
 from acceler8.recipes import LayerRecipes, Recipe
+from acceler8.recipes.layers import resolve_layers
+from acceler8.recipes.registry import DEFAULT
 
 PlannedLayer = tuple[str, nn.Module, Recipe]
 """A layer that becomes FP8: its name, itself, its recipe."""
@@ -94,6 +96,10 @@ class Backend:
     """True if a ``filter_fn`` takes the place of what is left by default, as in the library itself."""
     options_type: type[BackendOptions] | None = None
     """What ``options`` must be; None: it has none."""
+    slow_in_eager: str | None = None
+    """What to tell a user on a GPU who does not compile the model; None: it needs no compiler."""
+    default_recipe: str = DEFAULT
+    """The recipe where none is named."""
 
     def unavailable(self) -> str | None:
         """Why this backend cannot be used here, such as a missing library, with the versions found and needed, and
@@ -120,6 +126,13 @@ class Backend:
                 f"backend {self.name!r} got options {type(options).__name__}; allowed: {allowed}; leave them out, or"
                 " name the backend that they are of"
             )
+
+    def recipe_for(self, recipe: Any, options: BackendOptions | None) -> Recipe | LayerRecipes:
+        """The recipe that a user means: a name, a Recipe, a mapping of patterns to such, or None for the default.
+
+        Raises: RecipeError for what is none. A backend whose options say it all raises PlanError for one beside them.
+        """
+        return resolve_layers(self.default_recipe if recipe is None else recipe)
 
     def notes(self, recipe: Recipe, device: torch.device, options: BackendOptions | None = None) -> list[str]:
         """What a plan should say about this recipe on this device, such as emulation."""

@@ -32,7 +32,7 @@ from acceler8.errors import PlanError, unknown_name
 from acceler8.nn import NormKind
 from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
-from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
+from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer
 from acceler8.scaling import LastLayers, StepWindow, check_schedule
 
 LOW_COVERAGE = 0.1
@@ -250,9 +250,10 @@ def plan(
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
-    ``recipe`` is a name or a Recipe (default ``rowwise``), or a mapping of patterns of layer names to such, of which
-    the first that fits a layer decides; None, and a layer that none fits, is high precision. ``skip`` names layers to
-    leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
+    ``recipe`` is a name or a Recipe (default the backend's, natively ``rowwise``), or a mapping of patterns of layer
+    names to such, of which the first that fits a layer decides; None, and a layer that none fits, is high precision.
+    ``skip`` names layers to leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to
+    the recipe's own.
     ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
     are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device. ``fp8_steps`` is the window
     of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fp8_last_layers``,
@@ -275,12 +276,13 @@ def plan(
         none, and a GPU without a table. RunError for a cost table that cannot be read.
     """
     check_tokens(tokens, never_slower)
-    recipe, window, last_layers = resolve_layers(recipe), _window(fp8_steps), _last_layers(fp8_last_layers)
+    engine = backends.get(backend)
+    engine.check_options(options)
+    recipe, window = engine.recipe_for(recipe, options), _window(fp8_steps)
+    last_layers = _last_layers(fp8_last_layers)
     check_schedule(window, last_layers)
     if save_for_backward is not None:
         recipe = recipe.replace(save_for_backward=save_for_backward)
-    engine = backends.get(backend)
-    engine.check_options(options)
     check_is_plain(model)
     _check_backend_has(engine, recipe, _device_of(model), strategy)
     skip = _skip_patterns(skip)

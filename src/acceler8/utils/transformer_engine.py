@@ -53,8 +53,8 @@ def convert_model(
 
 
 def _convert_linears(model: nn.Module) -> None:
+    from acceler8.backends.transformer_engine._modules import FP8Linear
     from acceler8.backends.transformer_engine.in_place import take_over
-    from acceler8.backends.transformer_engine.layers import FP8Linear
 
     recipe = recipes.get("delayed")
     for name, module in model.named_modules():

@@ -24,7 +24,7 @@ _LAYER, _NORM = "_acceler8_layer", "_acceler8_te_norm"
 
 def convert(conversion: Conversion, *, with_norms: bool) -> None:
     """Change the class of the conversion's layers, and of the norms that it names. All donors are made first."""
-    from acceler8.backends.transformer_engine.layers import FP8Linear, TeLayerState
+    from acceler8.backends.transformer_engine._modules import FP8Linear, TeLayerState
 
     donors = [linear_donor(module) for _, module, _ in conversion.layers]  # type: ignore[arg-type]
     norms = _norms_of(conversion) if with_norms else []
@@ -69,7 +69,7 @@ def _norms_of(conversion: Conversion) -> list[Norm]:
 
 def convert_norm(norm: Norm, donor: nn.Module, schedules: list[Any], *, always: bool = False) -> None:
     """Change the class of one norm. Its eps, under the author's name for it, stays what it is."""
-    from acceler8.backends.transformer_engine.layers import TeNormState, layer_norms, rms_norms
+    from acceler8.backends.transformer_engine._modules import TeNormState, layer_norms, rms_norms
 
     author = plain_type(norm.module)
     assert norm.kind is not None
@@ -80,7 +80,13 @@ def convert_norm(norm: Norm, donor: nn.Module, schedules: list[Any], *, always: 
 
 def restore(model: nn.Module, *, linears: bool = True, norms: bool = True) -> None:
     """Undo ``convert`` for everything inside ``model``, or for its linear layers or norms alone."""
-    from acceler8.backends.transformer_engine.layers import FP8LayerNorm, FP8Linear, FP8RMSNorm, layer_norms, rms_norms
+    from acceler8.backends.transformer_engine._modules import (
+        FP8LayerNorm,
+        FP8Linear,
+        FP8RMSNorm,
+        layer_norms,
+        rms_norms,
+    )
 
     for module in model.modules():
         if linears and isinstance(module, FP8Linear):

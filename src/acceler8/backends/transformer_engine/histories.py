@@ -19,7 +19,7 @@ from acceler8.backends.transformer_engine.region import state_manager
 from acceler8.errors import PlanError
 
 if TYPE_CHECKING:
-    from acceler8.backends.transformer_engine.layers import FP8Linear
+    from acceler8.backends.transformer_engine._modules import FP8Linear
 
 _SIDES = (("fwd", "scaling_fwd"), ("bwd", "scaling_bwd"))
 STEPS = "steps"
