@@ -4,7 +4,7 @@
     blockwise   Float8BlockScaling      mxfp8       MXFP8BlockScaling
 
 ``rowwise`` has no counterpart there. GEMMs that a recipe keeps in high precision are dgrad and wgrad: they are computed
-outside of TransformerEngine, which dropped ``override_linear_precision`` in 2.0 (see ``_modules``). ``interval``, dropped
+outside of TransformerEngine, which dropped ``override_linear_precision`` in 2.0 (``_modules``). ``interval``, dropped
 in 2.2, is counted by the amax histories of this package.
 """
 
