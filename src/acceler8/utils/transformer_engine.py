@@ -7,6 +7,7 @@ a layer that is called from elsewhere is not in FP8.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from types import MethodType
@@ -158,7 +159,15 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
 
 def _fields(handler: TERecipeKwargs) -> dict[str, Any]:
-    return {name: value for name in TERecipeKwargs.PATHS if (value := getattr(handler, name)) is not None}
+    """What the handler says, but for what is left to each layer, which one context around a forward cannot tell."""
+    known = inspect.signature(recipe_of_kwargs).parameters
+    fields = {name: value for name in TERecipeKwargs.PATHS if (value := getattr(handler, name)) is not None}
+    if extra := [name for name in fields if name not in known]:
+        raise RecipeError(
+            f"apply_fp8_autowrap got {extra[0]}={fields[extra[0]]!r}, which one context for all layers cannot follow;"
+            " leave it out, or use Accelerator or acceler8.convert"
+        )
+    return fields
 
 
 def _require() -> None:
