@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, version:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name or module}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
+
+
+def uninstall(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let packages look missing, those installed later by ``install`` not."""
+    found = util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        spec = found(name, package)
+        return None if name in modules and spec is not None and "site-packages" in str(spec.origin) else spec
+
+    monkeypatch.setattr(util, "find_spec", find_spec)
 
 
 def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:

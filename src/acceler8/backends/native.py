@@ -68,6 +68,10 @@ class NativeBackend(Backend):
         )
         return notes
 
+    def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float:
+        """One where wgrad reads codes that were kept, else those of the input itself."""
+        return 1.0 if recipe.wgrad.b.is_fp8 and recipe.save_for_backward != "bf16" else float(dtype.itemsize)
+
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Those of its class: one that was set back by hand is none."""
         return fp8_layers(model)

@@ -138,6 +138,10 @@ class Backend:
         """What a plan should say about this recipe on this device, such as emulation."""
         return []
 
+    def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float | None:
+        """Bytes that stay until backward of each element of a layer's input in this dtype; None: not known."""
+        return None
+
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
         """Why this layer stays in high precision; None if the backend takes it."""
         return refuse_linear(module, recipe)

@@ -70,6 +70,7 @@ def verify(
     input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
     is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
+    Of a model that ``torch.compile`` compiled the second step runs eagerly.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
@@ -374,7 +375,8 @@ def _codes_used(
         # before the user's own hooks, which may change the output
         handles.append(layer.register_forward_hook(_CompareOutput(engine, name, seen, bad), prepend=True))
     try:
-        step()
+        with torch.compiler.set_stance("force_eager"):  # compiled code does not call hooks that come behind it
+            step()
     finally:
         for handle in handles:
             handle.remove()

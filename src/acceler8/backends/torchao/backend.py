@@ -88,6 +88,10 @@ class TorchaoBackend(Backend):
             notes.append("enable_fsdp_float8_all_gather does nothing here: the model is not sharded by FSDP2")
         return notes
 
+    def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float:
+        """Those of the input: torchao casts it again in backward."""
+        return float(dtype.itemsize)
+
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
         """Also weights that FSDP2 has sharded."""
         weight = module._parameters.get("weight")

@@ -11,8 +11,8 @@ from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
-LEAST = (0, 17, 0)
-"""The oldest version that is tested; older ones were made for versions of PyTorch that acceler8 does not run on."""
+LEAST = (0, 13, 0)
+"""The oldest version that was tried (0.13, 0.16, 0.17 and 0.18 with PyTorch 2.13: equal numbers)."""
 INSTALL = f"pip install 'torchao>={LEAST[0]}.{LEAST[1]}'"
 # loggers that tell of extensions which are not used here, and of registrations inside torchao
 _CHATTY = ("torchao", "torch.utils._pytree")
