@@ -173,7 +173,7 @@ def test_resuming_goes_on_as_the_other_would_have():
     for name, tensor in histories(model).items():
         assert torch.equal(tensor, histories(resumed)[name]), name
     with pytest.raises(
-        PlanError, match=r"FP8 state 'down.amax_history_bwd' is torch.float32 \(4, 2\); allowed: .* \(8, 2\)"
+        PlanError, match=r"FP8 state 'up.amax_history_fwd' is torch.float32 \(4, 3\); allowed: .* \(8, 3\)"
     ):
         backends.get("te").load_state(convert(Pair(), delayed(amax_history_len=8)), state)
     with pytest.raises(PlanError, match="differ in 1 entries, such as 'steps'"):
