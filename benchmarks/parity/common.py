@@ -31,7 +31,11 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import transformers
 from nlp_data import load_model, read_mrpc
+
+transformers.logging.set_verbosity_error()  # a new head is what is wanted
+transformers.logging.disable_progress_bar()
 
 Batch = dict[str, Tensor]
 MULTIPLE = 16  # of the length: raw libraries refuse other numbers of tokens
@@ -277,8 +281,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"parity: {result['parity']} (raw runs are {'' if result['raw_is_deterministic'] else 'not '}deterministic)")
     if "steps" in result:
         for name, row in result["steps"].items():
-            held = f"peak {row['peak_mib']:.1f} MiB over {row['held_mib']:.1f} held"
-            print(f"  {name:10} {row['step_ms']:.3f} ms a step, {held}")
+            held = f", peak {row['peak_mib']:.1f} MiB over {row['held_mib']:.1f} held" if row["held_mib"] else ""
+            print(f"  {name:10} {row['step_ms']:.3f} ms a step{held}")
         is_ok = "ok" if result["overhead_ok"] else f"too much; allowed: {MOST_TIME} and {MOST_MEMORY}"
         print(f"overhead: time x{result['time_ratio']:.4f}, memory x{result['memory_ratio']:.4f}: {is_ok}")
 

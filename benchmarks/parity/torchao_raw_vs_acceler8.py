@@ -22,6 +22,7 @@ from acceler8.utils import AORecipeKwargs
 
 def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
@@ -31,6 +32,10 @@ def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(args.recipe), pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=is_taken, config=config)
+    if args.device == "cpu":  # there torchao's layers do not see autocast, which acceler8 applies for them
+        for module in model.modules():
+            if isinstance(module, Float8Linear):
+                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     def forward(batch: Batch) -> object:

@@ -22,6 +22,7 @@ from acceler8.backends.transformer_engine.norms import find_norms
 from acceler8.backends.transformer_engine.recipes import build, describe
 from acceler8.backends.transformer_engine.region import autocast
 from acceler8.config.handlers import TERecipeKwargs
+from acceler8.config.sources import Precedence
 from acceler8.errors import MissingLibraryError, PlanError, RecipeError
 from acceler8.nn import find_state
 
@@ -159,9 +160,17 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
 
 def _fields(handler: TERecipeKwargs) -> dict[str, Any]:
-    """What the handler says, but for what is left to each layer, which one context around a forward cannot tell."""
+    """What the handler says beside its defaults, which are ``recipe_of_kwargs``'s too.
+
+    Raises: RecipeError for what is said of single layers or steps.
+    """
     known = inspect.signature(recipe_of_kwargs).parameters
-    fields = {name: value for name in TERecipeKwargs.PATHS if (value := getattr(handler, name)) is not None}
+    found = {name: handler.filled(name) for name in TERecipeKwargs.PATHS}
+    fields = {
+        name: getattr(handler, name)
+        for name, value in found.items()
+        if value is None or value.source.precedence > Precedence.DEFAULT
+    }
     if extra := [name for name in fields if name not in known]:
         raise RecipeError(
             f"apply_fp8_autowrap got {extra[0]}={fields[extra[0]]!r}, which one context for all layers cannot follow;"

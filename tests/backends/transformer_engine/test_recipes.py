@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -127,9 +129,12 @@ def test_every_field_of_the_kwargs_arrives():
     assert recipe.skip == ("head",)
 
 
-def test_the_kwargs_defaults_are_sent_too():
-    given = {name: getattr(TERecipeKwargs(), name) for name in TERecipeKwargs.PATHS}
-    assert describe(recipe_of_kwargs(**given)).fields == {
+def test_the_defaults_are_those_of_the_kwargs():
+    handler = TERecipeKwargs()
+    for name, parameter in inspect.signature(recipe_of_kwargs).parameters.items():
+        if name not in ("recipe", "fp8_format"):  # None there: the recipe's own
+            assert getattr(handler, name) == parameter.default, name
+    assert describe(recipe_of_kwargs()).fields == {
         "fp8_format": "HYBRID",
         "margin": 0,
         "amax_history_len": 1024,
