@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import acceler8
-from acceler8 import backends
+from acceler8 import backends, recipes
 from acceler8.accelerator import Accelerator
 from acceler8.backends import registry
+from acceler8.backends.capability import lacking
 from acceler8.errors import PlanError, VerifyError
 from acceler8.nn import state_of
 
@@ -214,3 +215,42 @@ def test_a_package_that_is_broken_is_said(installed, monkeypatch, tmp_path, mess
     finally:
         registry._made.pop("toy", None)
         sys.modules.pop("toy_backend", None)
+
+
+def test_the_table_of_the_documentation_is_that_of_the_backends():
+    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line.split("|")[2:5] for line in text.splitlines() if line.startswith("| `")}
+    assert set(rows) == set(recipes.names())
+    for name, cells in rows.items():
+        for backend, cell in zip(("native", "torchao", "transformer_engine"), cells, strict=True):
+            found = [row for row in backends.find(backend).capabilities() if row.recipe == name]
+            assert (cell.strip() == "refused") is not bool(found), (name, backend)
+            least = [".".join(map(str, row.compute)) for row in found if row.compute]
+            assert all(word in cell or "the same" in cell for word in least), (name, backend)
+
+
+@pytest.mark.parametrize(
+    ("found", "runs"),
+    [((8, 0), ("activations_only",)), ((8, 9), ("tensorwise", "delayed")), ((10, 0), ("tensorwise", "mxfp8"))],
+)
+def test_capabilities_by_gpu(monkeypatch, found, runs):
+    """A GPU before Ada went on as FP8, with layers converted, where the constructor asked for it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    gpu, word = torch.device("cuda"), f"sm_{found[0]}{found[1]}"
+    table = [
+        backends.Capability(recipe="tensorwise", compute=(8, 9), on_cpu=True),
+        backends.Capability(recipe="delayed", compute=(8, 9), below=(10, 0)),
+        backends.Capability(recipe="mxfp8", compute=(10, 0)),
+        backends.Capability(recipe="activations_only"),
+    ]
+    for name in ("tensorwise", "delayed", "mxfp8", "activations_only"):
+        why = lacking("some", table, recipes.get(name), gpu, "single")
+        if name == "activations_only" or name in runs:
+            assert why is None
+        else:
+            assert why is not None
+            assert f"on a GPU ({word})" in why
+            assert "activations_only" in why.partition("allowed there:")[2]
+    assert lacking("some", table, recipes.get("tensorwise"), torch.device("cpu"), "single") is None
+    assert lacking("some", table, recipes.get("delayed"), torch.device("cpu"), "single") is not None

@@ -10,6 +10,7 @@ from torch import nn
 
 from acceler8.backends import BackendOptions
 from acceler8.backends.torchao import TorchaoOptions
+from acceler8.backends.torchao.filters import filter_first_and_last_linear_layers
 from acceler8.config.handlers import AORecipeKwargs
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
@@ -53,6 +54,8 @@ def filter_of(effective: Effective, backend: str, handler: AORecipeKwargs | None
         if place is None:
             return None
         given = _imported(place, str(effective.source(path)))
+    if given is filter_first_and_last_linear_layers:
+        return None  # what is left by default
     return lambda name, module: bool(given(module, name))
 
 

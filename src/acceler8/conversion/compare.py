@@ -23,6 +23,7 @@ from acceler8.conversion.speed import ms, times
 from acceler8.errors import PlanError, RecipeError
 from acceler8.recipes.layers import recipe_of_layer
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 NOT_MEASURED, NOT_KNOWN = "not measured here", "not known"
 
 
@@ -170,7 +171,7 @@ def _time(row: Comparison) -> str:
 def _memory(row: Comparison, tokens: int | None) -> str:
     if row.kept_bytes is None:
         return NOT_KNOWN
-    if tokens is None:
-        return f"{row.kept_bytes / 2**10:.1f} of BF16's {row.bf16_kept_bytes / 2**10:.1f} KiB a token"
-    gib = 2**30 / tokens
-    return f"{row.kept_bytes / gib:.2f} of BF16's {row.bf16_kept_bytes / gib:.2f} GiB"
+    many = 1 if tokens is None else tokens
+    unit, size = next(unit for unit in _UNITS if row.bf16_kept_bytes * many >= unit[1] or unit[1] == 1)
+    kept, plain = (f"{value * many / size:.2f}" for value in (row.kept_bytes, row.bf16_kept_bytes))
+    return f"{kept} of BF16's {plain} {unit}{' a token' if tokens is None else ''}"
