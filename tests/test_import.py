@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parent.parent / "src"
 VENDORS = ("deepspeed", "lightning", "peft", "torchao", "transformer_engine", "transformers", "triton")
 ON_USE = ("jinja2", "rich", "torchdata", "typer", "yaml")
+# they subclass a vendor's classes, and are imported on use only (test_layers.py)
+SUBCLASSES = {f"acceler8/backends/{path}" for path in ("torchao/_layer.py", "transformer_engine/_modules.py")}
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
     for path in SOURCE.rglob("*.py")
-    if path.name != "__main__.py"
+    if path.name != "__main__.py" and path.relative_to(SOURCE).as_posix() not in SUBCLASSES
 )
 
 
@@ -73,3 +78,15 @@ PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "triton
 """
     show = "\nimport importlib.util, sys\nprint(importlib.util.find_spec('triton'), 'triton' in sys.modules)"
     assert run_python(hide + "\n".join(f"import {name}" for name in MODULES) + show) == "None False\n"
+
+
+def test_torchao_is_imported_without_what_it_prints():
+    code = """
+from acceler8.backends.torchao import library
+print(library.unavailable() is None, hasattr(library.library(), "Float8LinearConfig"))
+"""
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("True True\n", "")

@@ -41,6 +41,8 @@ TOP = len(LAYERS)  # __init__ and __main__ themselves may import anything
 
 VENDORS = {"deepspeed", "lightning", "peft", "torchao", "transformer_engine", "transformers", "triton"}
 TRITON_GUARD = "kernels/_triton.py"
+# Files that subclass a vendor's classes: only they import it, and nothing imports them but on use.
+SUBCLASSES = {"backends/torchao/_layer.py": "torchao", "backends/transformer_engine/_modules.py": "transformer_engine"}
 COSTS = "costs.py"  # plans read the user's tables, from where XDG_DATA_HOME says, and stand below config
 
 
@@ -100,7 +102,9 @@ def vendor_imports(source: str, relative: str) -> Iterator[str]:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         for name in imported_modules(node, "acceler8", is_package=True):
-            if name.split(".")[0] in VENDORS:
+            if any(name.startswith(f"acceler8.{path[:-3].replace('/', '.')}") for path in SUBCLASSES):
+                yield f"{relative}:{node.lineno}: imports {name} at module level, and so a vendor's package"
+            if name.split(".")[0] in VENDORS and name.split(".")[0] != SUBCLASSES.get(relative):
                 yield f"{relative}:{node.lineno}: imports {name} at module level; import it on use" + (
                     f", or take it from {TRITON_GUARD}" if name.startswith("triton") else ""
                 )
@@ -147,6 +151,9 @@ PLANTED = [
     (vendor_imports, "nn/a.py", "import triton.language as tl", TRITON_GUARD),
     (vendor_imports, "nn/a.py", "try:\n    import torchao\nexcept ImportError:\n    pass", "torchao"),
     (vendor_imports, "nn/a.py", "class A:\n    from transformers import B", "transformers.B"),
+    (vendor_imports, "backends/torchao/_layer.py", "import transformers", "transformers"),
+    (vendor_imports, "backends/a.py", "from acceler8.backends.torchao._layer import A", "a vendor's package"),
+    (vendor_imports, "backends/a.py", "from acceler8.backends.torchao import _layer", "a vendor's package"),
     (environment_reads, "nn/a.py", "import os\nx = os.environ['A']", "nn/a.py:2"),
     (environment_reads, "nn/a.py", "import os\nx = os.getenv('A')", "nn/a.py:2"),
     (environment_reads, "nn/a.py", "from os import environ", "nn/a.py:1"),
@@ -173,6 +180,8 @@ ALLOWED = [
     (vendor_imports, "nn/a.py", "def f():\n    import transformers"),
     (vendor_imports, "nn/a.py", "if TYPE_CHECKING:\n    import transformers"),
     (vendor_imports, TRITON_GUARD, "import triton"),
+    (vendor_imports, "backends/torchao/_layer.py", "from torchao.float8.float8_linear import Float8Linear"),
+    (vendor_imports, "backends/a.py", "def f():\n    from acceler8.backends.torchao import _layer"),
     (environment_reads, "config/a.py", "import os\nos.environ['A']"),
     (environment_reads, "nn/a.py", "self.environ['A']"),
 ]

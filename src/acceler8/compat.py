@@ -61,8 +61,8 @@ _DIFFERENT = {
     "on_main_process": "`function` is required",
     "on_process": "without a `process_index` raises ConfigError",
     "parallelism_config": "None always",
-    "prepare": "models are the same objects, converted; FSDP, DeepSpeed and torch.compile that are configured raise"
-    " NotInThisVersionError",
+    "prepare": "models are the same objects, converted, and compiled in place if a compiler is configured; FSDP and"
+    " DeepSpeed that are configured raise NotInThisVersionError",
     "prepare_data_loader": "`slice_fn_for_dispatch` raises NotInThisVersionError",
     "prepare_model": "`evaluation_mode` leaves FP8 out, and the model out of checkpoints",
     "reduce": "`scale` other than 1 raises ConfigError; `max` is a reduction more",
@@ -106,8 +106,8 @@ _ARGUMENTS: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_plugin": (SUPPORTED, ""),
     "step_scheduler_with_optimizer": (SUPPORTED, ""),
     "kwargs_handlers": (SUPPORTED, ""),
-    "dynamo_backend": (DIFFERS, "`prepare` raises NotInThisVersionError for all but NO"),
-    "dynamo_plugin": (DIFFERS, "`prepare` raises NotInThisVersionError for all but NO"),
+    "dynamo_backend": (SUPPORTED, ""),
+    "dynamo_plugin": (DIFFERS, "`prepare` compiles in place, so a model stays the same object with the same keys"),
 }
 ARGUMENTS = sorted(
     [

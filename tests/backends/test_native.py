@@ -8,24 +8,9 @@ from torch import nn
 
 from acceler8 import backends, recipes
 from acceler8.backends.native import plain_type, swap_class
-from acceler8.errors import PlanError
 from acceler8.nn import Fp8Linear
 
 ROWWISE = recipes.get("rowwise")
-
-
-def test_registry():
-    assert backends.names() == ("native",)
-    assert backends.get("native").name == "native"
-    assert backends.get("native").unavailable() is None
-    with pytest.raises(PlanError, match="unknown backend 'nativ'; did you mean 'native'"):
-        backends.get("nativ")
-
-
-def test_a_backend_that_cannot_be_used_says_why(monkeypatch):
-    monkeypatch.setattr(backends.get("native"), "unavailable", lambda: "needs a library; pip install it", raising=False)
-    with pytest.raises(PlanError, match="backend 'native' cannot be used: needs a library; pip install it"):
-        backends.get("native")
 
 
 def test_refusals():

@@ -60,7 +60,11 @@ TE = {
     "use_autocast_during_eval": True, "margin": 2, "interval": 3, "fp8_format": "E4M3", "amax_history_len": 17,
     "amax_compute_algo": "max", "override_linear_precision": [False, True, True], "use_mxfp8_block_scaling": True,
 }  # fmt: skip
-OTHERS = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "opt_level": "O3"}
+AO = {
+    "pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "skip_first_and_last": False,
+    "module_filter_func": "math:isnan",
+}  # fmt: skip
+LEVEL = {"opt_level": "O3"}
 NATIVE = {
     "recipe": "delayed", "skip": ["lm_head", "layers.0.*"], "pow2_scales": True, "fp8_steps": "5:900",
     "fp8_last_layers": "0:4,1000:8,2000:all", "layer_recipes": ["*.mlp.*=tensorwise", "layers.1=none"],
@@ -84,7 +88,7 @@ def as_environment(settings: dict[str, object]) -> dict[str, str]:
 
 @pytest.mark.parametrize("route", ["flags", "environment", "yaml"])
 def test_every_setting_of_every_recipe_reaches_a_launched_script(tmp_path, route):
-    settings = TE | OTHERS | NATIVE
+    settings = TE | AO | LEVEL | NATIVE
     choice = {"fp8_config.backend", "fp8_config.backend_order"}
     assert {f"fp8_config.{key}" for key in settings} | choice == {p for p, e in ENTRIES.items() if e.is_fp8}
     arguments, environ = [], {}
@@ -99,10 +103,7 @@ def test_every_setting_of_every_recipe_reaches_a_launched_script(tmp_path, route
     assert done.returncode == 0, done.stderr
     got = seen(tmp_path)
     assert {key: got["te"][key] for key in TE} == TE
-    assert {key: got["ao"][key] for key in ("pad_inner_dim", "enable_fsdp_float8_all_gather")} == {
-        "pad_inner_dim": False,
-        "enable_fsdp_float8_all_gather": False,
-    }
+    assert {key: got["ao"][key] for key in AO} == AO
     assert got["msamp"]["opt_level"] == "O3"
     assert got["schedule"] == ["5:900", "0:4,1000:8,2000:all"]
     patterns = dict(got["native"]["layers"])

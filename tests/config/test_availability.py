@@ -30,10 +30,10 @@ def test_transformer_engine_by_any_name_of_its_distribution(monkeypatch, tmp_pat
 
 
 def test_a_folder_of_that_name_is_not_the_package(monkeypatch, tmp_path) -> None:
-    (tmp_path / "torchao").mkdir()
-    (tmp_path / "torchao" / "__init__.py").write_text("")
+    (tmp_path / "no_such_library").mkdir()
+    (tmp_path / "no_such_library" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert installed_version("torchao") is None
+    assert installed_version("no_such_library") is None
 
 
 def test_native_and_levels_need_nothing() -> None:

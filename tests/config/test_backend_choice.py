@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from acceler8.config.backend_choice import (
 from acceler8.config.enums import FP8BackendType
 from acceler8.errors import ConfigError
 from acceler8.recipes import DelayedScaling
-from tests.config.packages import forget_environment, install
+from tests.config.packages import forget_environment, install, uninstall
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +75,7 @@ def test_nothing_named_takes_native_even_where_others_are(monkeypatch, tmp_path)
 
 
 def test_the_order_decides_among_those_that_are_there(monkeypatch, tmp_path) -> None:
+    uninstall(monkeypatch, "torchao", "transformer_engine")
     order = {"ACCELERATE_FP8_BACKEND_ORDER": "AO,TE,MSAMP"}
     with pytest.raises(ImportError) as error:
         choose_backend(environment(**order))
@@ -98,22 +98,23 @@ def test_levels_are_never_taken_unnamed() -> None:
 @pytest.mark.parametrize(
     ("name", "command"), [("te", "pip install --no-build-isolation"), ("ao", "pip install 'torch")]
 )
-def test_named_and_missing_says_how_to_install_it(name: str, command: str) -> None:
+def test_named_and_missing_says_how_to_install_it(monkeypatch, name: str, command: str) -> None:
+    uninstall(monkeypatch, "torchao", "transformer_engine")
     with pytest.raises(
         ImportError, match=f"flag --fp8_backend: FP8 backend {name.upper()} is not installed; {command}"
     ):
         choose_backend(flags(f"--fp8_backend={name}"))
 
 
-def test_installed_and_not_connected_is_refused_before_running(monkeypatch, tmp_path) -> None:
+def test_what_trains_is_not_refused(monkeypatch, tmp_path) -> None:
     install(monkeypatch, tmp_path, "transformer_engine", "2.9.0")
-    effective = flags("--fp8_backend=te")
-    (limit,) = cannot_run(effective)
-    assert re.match(r"flag --fp8_backend: backend TE is installed, but .* NATIVE", limit)
+    for backend in ("te", "ao"):
+        assert list(cannot_run(flags(f"--fp8_backend={backend}"))) == []
+    assert list(cannot_run(flags("--dynamo_backend=inductor"))) == []
 
 
 def test_ready_backends_are_those_that_there_are() -> None:
-    assert [name.lower() for name in READY] == list(backends.names())
+    assert [backends.full_name(word) for word in READY] == list(backends.names())
 
 
 @pytest.mark.parametrize("words", [("--fp8_backend=msamp",), ("--fp8_opt_level=O1",)])
@@ -160,6 +161,21 @@ def test_every_setting_reaches_the_recipe() -> None:
     assert recipe_of(flags()) == recipes.get("rowwise")
 
 
+def test_every_backends_recipe_is_made_of_its_settings() -> None:
+    """One vocabulary: the same words, each backend's own defaults."""
+    assert recipe_of(flags(), "AO") == recipes.get("tensorwise")
+    assert recipe_of(flags("--fp8_recipe=rowwise", "--fp8_skip=a"), "AO") == recipes.get("rowwise", skip=("a",))
+    wgrad_off = flags("--fp8_recipe=rowwise", "--fp8_override_linear_precision=false,false,true")
+    assert recipe_of(wgrad_off, "AO") == recipes.get("rowwise").with_gemms(wgrad=False)
+    assert recipe_of(flags(), "TE") == recipes.get("delayed", amax_compute_algo="most_recent")
+    assert recipe_of(flags("--fp8_margin=2"), "TE").margin == 2
+    assert recipe_of(flags("--fp8_recipe=blockwise"), "TE") == recipes.get("blockwise")
+    assert recipe_of(flags("--fp8_use_mxfp8_block_scaling"), "TE") == recipes.get("mxfp8")
+    hybrid = flags("--fp8_use_mxfp8_block_scaling", "--fp8_format=HYBRID")
+    assert recipe_of(hybrid, "TE") == recipes.get("mxfp8", formats="HYBRID")
+    assert fp8_values(flags("--fp8_layer_recipes=a=rowwise"), "AO")["fp8_config.layer_recipes"].value == ("a=rowwise",)
+
+
 # --- agreement
 
 
@@ -190,7 +206,7 @@ def test_one_route_that_contradicts_itself_is_an_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml:4: margin=2 is no setting of backend AO, which .*run\.yaml:3"):
         check(yaml(tmp_path, text))
     with pytest.raises(ConfigError, match="is no setting of backend TE"):
-        check(code({"fp8_config.backend": "TE", "fp8_config.skip": ("a",)}))
+        check(code({"fp8_config.backend": "TE", "fp8_config.pow2_scales": True}))
 
 
 def test_two_routes_that_differ_make_a_note() -> None:
@@ -230,6 +246,16 @@ def test_a_format_that_the_recipe_has_not_is_located() -> None:
         match=r"recipe blockwise \(flag --fp8_recipe\), fp8_format E5M2 \(flag --fp8_format\): fprop got E5M2",
     ):
         check(flags("--fp8_recipe=blockwise", "--fp8_format=E5M2"))
+
+
+def test_formats_and_recipes_that_transformer_engine_has_not() -> None:
+    with pytest.raises(ConfigError, match=r"flag --fp8_format: fp8_format=E5M2 is none .*; set HYBRID"):
+        check(flags("--fp8_backend=te", "--fp8_format=E5M2"))
+    with pytest.raises(ConfigError, match="use_mxfp8_block_scaling is on, and the recipe is blockwise"):
+        check(flags("--fp8_backend=te", "--fp8_use_mxfp8_block_scaling", "--fp8_recipe=blockwise"))
+    with pytest.raises(ConfigError, match="margin=2 belongs to delayed scaling, and the recipe is blockwise"):
+        check(flags("--fp8_backend=te", "--fp8_margin=2", "--fp8_recipe=blockwise"))
+    assert check(flags("--fp8_backend=te", "--fp8_use_mxfp8_block_scaling", "--fp8_recipe=mxfp8")) == []
 
 
 def test_mxfp8_of_transformer_engine_has_no_history() -> None:

@@ -90,11 +90,10 @@ def test_which_handlers_go_together() -> None:
 # --- arguments
 
 
-def test_shortcuts_are_a_native_recipe() -> None:
+def test_shortcuts_are_a_recipe_of_any_backend() -> None:
     layer = values_from_code(recipe="delayed", skip=iter(["a", "b"]))
     assert said(layer) == {
         "recipe": ("delayed", "code Accelerator(recipe=)"),
-        "backend": ("NATIVE", "code Accelerator(recipe=)"),
         "skip": (("a", "b"), "code Accelerator(skip=)"),
     }
     object_ = recipes.get("delayed", margin=3, skip=("x",)).with_gemms(dgrad=False)
@@ -131,7 +130,6 @@ def test_a_recipe_with_a_name_of_its_own_is_code_only() -> None:
         ({"skip": ["a"], "handlers": [NativeRecipeKwargs()]}, r"Accelerator\(skip=\) and NativeRecipeKwargs"),
         ({"recipe": "rowwise", "handlers": [TERecipeKwargs()]}, r"Accelerator\(recipe=\) and TERecipeKwargs"),
         ({"backend": "ao", "handlers": [TERecipeKwargs()]}, "got AO, and TERecipeKwargs is for backend TE"),
-        ({"backend": "ao", "recipe": "rowwise"}, r"got AO, and Accelerator\(recipe=\) is for backend NATIVE"),
         (
             {"backend": "cuda"},
             r"Accelerator\(backend=\): fp8_config\.backend got 'cuda'; allowed: NATIVE, AO, TE, MSAMP",
@@ -158,10 +156,15 @@ def test_what_contradicts_itself_is_an_error(arguments: dict, match: str) -> Non
 
 def test_what_goes_together() -> None:
     handlers = sort_handlers([MSAMPRecipeKwargs("O1")])
-    for arguments in ({"recipe": "rowwise"}, {"backend": "native"}):
-        layer = values_from_code(**arguments, handlers=handlers)
-        assert said(layer)["backend"][0] == "NATIVE"
-        assert said(layer)["opt_level"][0] == "O1"
+    layer = values_from_code(backend="native", handlers=handlers)
+    assert said(layer)["backend"][0] == "NATIVE"
+    assert said(layer)["opt_level"][0] == "O1"
+    layer = values_from_code(backend="ao", recipe="rowwise", skip=["a"])
+    assert {name: value for name, (value, _) in said(layer).items()} == {
+        "backend": "AO",
+        "recipe": "rowwise",
+        "skip": ("a",),
+    }
     assert said(values_from_code(backend="Te", handlers=sort_handlers([TERecipeKwargs()])))["backend"][0] == "TE"
 
 

@@ -88,5 +88,6 @@ def test_it_must_leave_the_window_of_steps_a_step() -> None:
 
 def test_the_default_is_every_layer_from_the_start() -> None:
     assert fp8_values(effective(), "NATIVE")[PATH].value == "0:all"
-    assert PATH not in fp8_values(effective(), "TE")
+    assert fp8_values(effective(), "TE")[PATH].value == "0:all"
+    assert PATH not in fp8_values(effective(), "MSAMP")
     assert NativeRecipeKwargs().fp8_last_layers == "0:all"

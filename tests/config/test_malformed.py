@@ -202,7 +202,7 @@ CONTRADICTIONS = [
     {"distributed_type": "MULTI_CPU"},
     {"num_machines": 2},
     {"fp8_config": {"backend": "AO", "margin": 1}},
-    {"fp8_config": {"backend": "TE", "recipe": "delayed"}},
+    {"fp8_config": {"backend": "TE", "fp8_format": "E5M2"}},
     {"fp8_config": {"backend": "NATIVE", "recipe": "rowwise", "margin": 3}},
     {"fp8_config": {"backend": "TE", "use_mxfp8_block_scaling": True, "amax_history_len": 3}},
     {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "NO_SHARD"}},

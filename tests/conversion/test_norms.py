@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import acceler8
 from acceler8.conversion import Plan
-from acceler8.conversion.norms import find_norm
 from acceler8.errors import PlanError, VerifyError
 from acceler8.nn import FusedNorm, NormKind, fused_norms
+from acceler8.nn.find_norm import find_norm
 from tests.models import Mlp, assert_equal, batch, outcome
 
 

@@ -32,8 +32,10 @@ from torch.utils.data import DataLoader
 
 from acceler8 import backends
 from acceler8.accelerator.accumulation import Accumulation, make_gradient_state, make_loader_config
+from acceler8.accelerator.backend_settings import filter_of, options_of
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
+from acceler8.accelerator.compile import compile_model, is_compiled
 from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
@@ -94,7 +96,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
     recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), or a mapping of patterns
         of layer names to such (None: high precision), and layers that stay in high precision beside the default ones.
         backend: who computes FP8; default: the first that is available of ``fp8_backend_order`` (``NATIVE, AO, TE,
-        MSAMP``).
+        MSAMP``). In code it may also be one that another package registers (``acceler8.backends``).
     cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
     gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it. Or
         gradient_accumulation_plugin, which says more.
@@ -103,8 +105,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         all ranks when an epoch begins, of ``generator`` (the sampler's; the default), ``torch`` and ``cuda``.
     step_scheduler_with_optimizer: False lets schedulers move at every call, once.
     config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
-    fsdp_plugin, deepspeed_plugin, dynamo_plugin (or dynamo_backend): kept; ``prepare`` refuses what they ask for, which
-        this version cannot do yet.
+    dynamo_plugin (or dynamo_backend): ``prepare`` compiles models in place, whole or (use_regional_compilation) each of
+        their repeated blocks. fsdp_plugin, deepspeed_plugin: kept; ``prepare`` refuses what they ask for, which this
+        version cannot do yet.
     project_dir, project_config: where checkpoints go, and how they are named; ``save_state`` says more.
     log_with: where ``log`` reports to beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
         ``jsonl``, ``all``, a ``GeneralTracker``, or a list of them.
@@ -171,6 +174,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 )
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
         _check_words(mixed_precision, gradient_accumulation_steps, recipe, backend)
+        registered = backend if backend in backends.registered() else None
+        if registered is not None:
+            backend = FP8BackendType.NATIVE.value  # whose settings it is described by
         rng_types = ("generator",) if rng_types is None else tuple(str(kind) for kind in rng_types)
         for kind in rng_types:
             if kind not in RNG_TYPES:
@@ -203,7 +209,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         for note in (*self.effective.notes, *configuration.check(self.effective)):
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
-        self.backend = self._fp8_backend.value.lower()
+        self.backend = registered or self._fp8_backend.value.lower()
         native = self.handlers.native
         self._recipe_object = recipe_object(_lower(recipe) if native is None else native.recipe)
         self.recipe = self._recipe()
@@ -225,6 +231,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self._start_checkpoints(project_dir, project_config, deterministic)
         self._start_tracking(log_with)
         self._start_surface(output_dtype, others.get("profile_handler"))
+        self._said_slow = False
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
@@ -257,14 +264,14 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         )
 
     def _recipe(self) -> Recipe | LayerRecipes | None:
-        """What the native backend runs; a Recipe object as it is, for settings may not say all of it."""
-        if self._fp8_backend is not FP8BackendType.NATIVE:
+        """What the backend runs; a Recipe object as it is, for settings may not say all of it."""
+        if self._fp8_backend in (FP8BackendType.NO, FP8BackendType.MSAMP):
             return None
         skip = self.effective["fp8_config.skip"] or ()
         made = self._recipe_object
         if isinstance(made, LayerRecipes):
             return made.and_skip(skip)
-        return recipe_of(self.effective) if made is None else made.replace(skip=skip)
+        return recipe_of(self.effective, self._fp8_backend.value) if made is None else made.replace(skip=skip)
 
     @property
     def plan(self) -> Plan | None:
@@ -318,8 +325,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 self.clock.lead(state.clock)
         if not states and self.recipe is not None:
             schedule = {key: self.effective["fp8_config." + key] for key in ("fp8_steps", "fp8_last_layers")}
-            made = plan(model, self.recipe, self.backend, **schedule, **self._speed_options(model))
-            for warning in made.warnings:
+            made = plan(model, **self._recipe_options(), backend=self.backend, **schedule, **self._speed_options(model))
+            for warning in (*made.warnings, *self._slow_in_eager(model)):
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
                 _log.info("%s: %s", made.model, note)
@@ -331,10 +338,34 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 ", ".join(sorted({state.plan.recipe.name for state in states})),
             )
         self._wrap_forward(model)
+        compile_model(model, self.effective, self.dynamo_plugin)
         model = self.strategy.wrap(given)
         self._models.append(model)
         self._take_over_attachments()
         return model
+
+    def _recipe_options(self) -> dict[str, Any]:
+        """What ``plan`` is told of the recipe and of the backend's own settings. A torchao config says the recipe."""
+        word, handler = self._fp8_backend.value, self.handlers.ao
+        options = options_of(self.effective, word, handler)
+        has_config = options is not None and handler is not None and handler.config is not None
+        return {
+            "recipe": None if has_config else self.recipe,
+            "skip": self.effective["fp8_config.skip"] if has_config else None,
+            "filter_fn": filter_of(self.effective, word, handler),
+            "options": options,
+            "strategy": "single" if self.num_processes == 1 else "ddp",
+        }
+
+    def _slow_in_eager(self, model: nn.Module) -> list[str]:
+        """Once: that the backend needs a compiler on a GPU, and there is none."""
+        slow = backends.find(self.backend).slow_in_eager
+        first = next(model.parameters(), None)
+        on_gpu = first is not None and first.device.type == "cuda"
+        if slow is None or not on_gpu or self._said_slow or is_compiled(self.effective, self.dynamo_plugin):
+            return []
+        self._said_slow = True
+        return [slow]
 
     def _speed_options(self, model: nn.Module) -> dict[str, Any]:
         """What ``plan`` is told of speed; of several processes the first one's table is for all, so plans agree."""
@@ -465,7 +496,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             return values
         path = "fp8_config.backend"
         source = self.effective.source(path) if self.effective[path] not in (None, "NO") else DEFAULT
-        values[path] = Value(self._fp8_backend.value, source)
+        is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
+        values[path] = Value(self._fp8_backend.value if is_own else self.backend, source)
         values |= fp8_values(self.effective, self._fp8_backend.value)
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
             told = (

@@ -7,15 +7,18 @@ Parameters stays right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from acceler8.backends.capability import Capability, device_said
 from acceler8.backends.fusion import Fusion
+from acceler8.backends.options import BackendOptions
+from acceler8.backends.protocol import Backend, Conversion
 from acceler8.errors import PlanError
-from acceler8.functional import LinearSlots
+from acceler8.functional import LinearSlots, linear
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
 from acceler8.nn import (
     Fp8Linear,
@@ -24,9 +27,9 @@ from acceler8.nn import (
     GatedMLPState,
     LayerState,
     LinearGroup,
-    ModelState,
     NormKind,
     NormState,
+    fp8_layers,
     fuse,
     fuse_norm,
     neighbourhood,
@@ -35,23 +38,23 @@ from acceler8.nn import (
 )
 from acceler8.nn.class_change import plain_type, swap_class
 from acceler8.recipes import DelayedScaling, Recipe
+from acceler8.recipes import names as recipe_names
 from acceler8.scaling import LINE, AmaxSlot, AmaxState
 
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROLES = ("x", "w", "dy")
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """FP8 by acceler8's own kernels; on devices without FP8 GEMMs the same numerics, emulated."""
 
     name = "native"
     fuses = True
 
-    def unavailable(self) -> str | None:
-        """Always there: pure PyTorch, with Triton on GPUs."""
-        return None
+    def capabilities(self) -> tuple[Capability, ...]:
+        """Everything everywhere: what a device does not multiply is emulated."""
+        return tuple(Capability(recipe=name, strategies=("single", "ddp", "fsdp2")) for name in recipe_names())
 
-    def notes(self, recipe: Recipe, device: torch.device) -> list[str]:
+    def notes(self, recipe: Recipe, device: torch.device, options: BackendOptions | None = None) -> list[str]:
         """Says when products are emulated, or casts are slow."""
         gemms = [g for g in (recipe.fprop, recipe.dgrad, recipe.wgrad) if g.is_fp8]
         notes = []
@@ -59,53 +62,31 @@ class NativeBackend:
             notes.append("Triton is not installed: casts run in plain PyTorch, several times slower; install triton")
         if all(has_hardware_matmul(device, gemm.a.granularity) for gemm in gemms):
             return notes
-        what = "the CPU" if device.type == "cpu" else f"{device.type} here"
-        if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            what = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+        what = device_said(device) if device.type in ("cpu", "cuda") else f"{device.type} here"
         notes.append(
             f"emulated: {what} has no {recipe.granularity} FP8 GEMM; same numerics, not faster, no GEMM memory saved"
         )
         return notes
 
-    def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
-        """The layer rules of FP8 GEMMs and of class change."""
-        if hasattr(module, "parametrizations"):
-            return "parametrised (its weight is computed, not stored)"
-        weight = module._parameters.get("weight")
-        if weight is None:
-            return "its weight is computed, not stored" if hasattr(module, "weight") else "no weight"
-        if not _is_dense(weight):
-            return f"weight is a {type(weight).__name__} of layout {weight.layout}, not a dense tensor"
-        if weight.ndim != 2:
-            return f"weight has {weight.ndim} dimensions, not 2"
-        if weight.dtype not in _WEIGHT_DTYPES:
-            return f"weight is {str(weight.dtype).removeprefix('torch.')}, not bf16, fp16 or fp32"
-        odd = [n for n in (weight.shape[1], weight.shape[0]) if n % 16]
-        if odd and recipe.fp8_gemms:
-            return f"{' and '.join(map(str, odd))} not a multiple of 16, which FP8 GEMM needs"
-        if plain_type(module) is not nn.Linear:
-            return f"{plain_type(module).__name__} is a subclass of nn.Linear: its own forward would be lost"
-        if "forward" in module.__dict__:
-            return "its forward was replaced on the instance (a library's hook, say), so FP8 would not run"
-        return None
+    def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float:
+        """One where wgrad reads codes that were kept, else those of the input itself."""
+        return 1.0 if recipe.wgrad.b.is_fp8 and recipe.save_for_backward != "bf16" else float(dtype.itemsize)
 
-    def convert_layers(
-        self,
-        layers: list[tuple[str, nn.Module, Recipe]],
-        state: ModelState,
-        fusions: Sequence[tuple[Fusion, nn.Module]] = (),
-    ) -> None:
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Those of its class: one that was set back by hand is none."""
+        return fp8_layers(model)
+
+    def convert_layers(self, conversion: Conversion) -> None:
         """Change the class of each layer and give it its state."""
+        layers, state, fusions = conversion.layers, conversion.state, conversion.fusions
         delayed = [layer for layer in layers if layer[2].is_delayed]
         amax = state.amax = _amax_state(delayed)
         if amax is not None:
             own = {id(s): s for name, _, _ in delayed if (s := state.schedules.get(name)) is not None}
             amax.schedules = list(own.values())
-        state.follow_clock()
         slots, made = 0, {}
         for name, module, recipe in layers:
-            layer = made[name] = LayerState(name, recipe, state.clock, schedule=state.schedules.get(name))
+            layer = made[name] = conversion.layer_state(name, recipe)
             if recipe.is_delayed:
                 assert amax is not None
                 layer.amax = amax
@@ -130,6 +111,13 @@ class NativeBackend:
                 fuse(module, mlp)
             if fusion.norm is not None:
                 fuse_norm(module, _norm_state(fusion.name, fusion.norm, plain_type(module), made))
+
+    def expected_output(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """The forward without kept codes, without recording an amax."""
+        assert isinstance(layer, Fp8Linear)
+        state = layer._acceler8_layer
+        slots = None if state.slots is None else state.slots._replace(records=False)
+        return linear(x, layer.weight, layer.bias, recipe=state.recipe, slots=slots)
 
     def restore_layers(self, model: nn.Module) -> None:
         """Set each class back and drop the state."""
@@ -156,16 +144,6 @@ def _layers_beside(norm: str, layers: dict[str, LayerState]) -> list[LayerState]
     parts = [name.split(".") for name in layers]
     around = neighbourhood(norm, {".".join(part[:i]) for part in parts for i in range(1, len(part))})
     return [layer for name, layer in layers.items() if not around or name.startswith(f"{around}.")]
-
-
-def _is_dense(weight: torch.Tensor) -> bool:
-    """False for sparse weights and for tensor subclasses that quantisation libraries put in a weight's place.
-
-    FSDP2's DTensor is sharded, not encoded; a FakeTensor stands for a plain one.
-    """
-    kind = type(weight)
-    plain = kind in (nn.Parameter, torch.Tensor) or kind.__name__ in ("DTensor", "FakeTensor")
-    return plain and weight.layout is torch.strided
 
 
 def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerState], amax: AmaxState | None) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from acceler8.bench.presets import Preset
-from acceler8.bench.work import DATA_SEED, SEED, Work
+from acceler8.bench.llama import Llama
+from acceler8.bench.presets import PRESETS, Preset
+from acceler8.bench.work import DATA_SEED, SEED, Work, hf_llama
 from acceler8.errors import MissingLibraryError, RunError
 
 Make = Callable[[], tuple[nn.Module, Any]]
@@ -77,16 +78,42 @@ def resolve(spec: str, batch: int, length: int) -> Make:
     return _from_config(spec, batch, length)
 
 
-def _from_function(spec: str) -> Make:
+def on_meta(spec: str) -> tuple[nn.Module, int | None]:
+    """The model that a preset, a configuration or a function names, without memory for its weights, and the tokens of
+    a preset's step.
+
+    A function may return the model alone. Raises RunError, MissingLibraryError.
+    """
+    with torch.device("meta"):
+        if spec in PRESETS:
+            preset = PRESETS[spec]
+            model = hf_llama(preset) if preset.model == "hf-llama" else Llama(preset)
+            return model.to(getattr(torch, preset.parameters)), preset.tokens
+        if ":" in spec and not Path(spec).exists():
+            made = _function(spec)()
+            made = made[0] if isinstance(made, tuple) and made else made
+            if not isinstance(made, nn.Module):
+                raise RunError(f"{spec} returned a {type(made).__name__}; allowed: an nn.Module, or (model, batch)")
+            return made, None
+        model, _ = _from_config(spec, 1, 1)()
+        return model, None
+
+
+def _function(spec: str) -> Callable[[], Any]:
     module_name, _, name = spec.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function: Callable[[], Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise RunError(
             f"cannot take {spec!r}: {error}; name MODULE:FUNCTION that Python can import from here"
         ) from error
+    return function
+
+
+def _from_function(spec: str) -> Make:
+    function = _function(spec)
 
     def make() -> tuple[nn.Module, Any]:
         made = function()
@@ -120,9 +147,8 @@ def _from_config(spec: str, batch: int, length: int) -> Make:
 
     def make() -> tuple[nn.Module, Any]:
         model = AutoModelForCausalLM.from_config(config)
-        tokens = torch.randint(
-            0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(DATA_SEED)
-        )
+        generator = torch.Generator().manual_seed(DATA_SEED)
+        tokens = torch.randint(0, config.vocab_size, (batch, length), generator=generator, device="cpu")
         return model, {"input_ids": tokens, "labels": tokens}
 
     return make

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acceler8 import backends
 from acceler8.errors import CheckpointError
-from acceler8.nn import fp8_state_dict, load_fp8_state_dict
 from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
 from acceler8.scaling.delayed import IN_USE, STAGING
 
-_STEPS = "steps"
+_STEPS, _AMAX = "steps", "amax"
 _SAID, _DEEPEST = 3, 8  # differences in one line, levels that are compared
 
 
@@ -37,8 +37,12 @@ def describe(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def fp8_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Amax histories by layer name; empty unless the recipe is delayed."""
-    return {_join(path, name): t for path, part, _ in _parts(model) for name, t in fp8_state_dict(part).items()}
+    """What the backends keep, such as amax histories by layer name; empty unless the recipe is delayed."""
+    return {_join(path, name): t for path, part, state in _parts(model) for name, t in _own(part, state).items()}
+
+
+def _own(part: nn.Module, state: ModelState) -> dict[str, Tensor]:
+    return backends.find(state.backend).state(part)
 
 
 def fit_fp8(
@@ -54,8 +58,9 @@ def fit_fp8(
     reset = _changes(saved_parts, describe(model), where)
     unused = {name for name in saved if name.rpartition(".")[2] != _STEPS}
     for path, part, state in _parts(model):
-        own = fp8_state_dict(part)
-        merged = {name: _merge(saved.get(_join(path, name)), fresh) for name, fresh in own.items()}
+        own = _own(part, state)
+        initial = backends.find(state.backend).initial_state(own)
+        merged = {name: _merge(saved.get(_join(path, name)), fresh) for name, fresh in initial.items()}
         missing = [name for name, (_, is_saved) in merged.items() if not is_saved]
         unused -= {_join(path, name) for name, (_, is_saved) in merged.items() if is_saved}
         if missing and any(_describes(p, state, path) for p in saved_parts):
@@ -66,7 +71,7 @@ def fit_fp8(
         histories = [name for name in missing if name != _STEPS]
         if histories:
             reset.append(f"{where}: amax histories of {len(histories)} layers, such as {histories[0]}, start afresh")
-        actions.append(_loading(part, {name: tensor for name, (tensor, _) in merged.items()}))
+        actions.append(_loading(part, state, {name: tensor for name, (tensor, _) in merged.items()}))
     if unused:
         reset.append(f"{where}: {len(unused)} saved amax histories, such as {min(unused)}, have no use now")
     return actions, reset
@@ -90,25 +95,31 @@ def _join(path: str, name: str) -> str:
 
 
 def _merge(saved: Tensor | None, fresh: Tensor) -> tuple[Tensor, bool]:
-    """The saved tensor if it fits, else one of a start, and whether it was the saved one."""
+    """The saved tensor if it fits, else the one of a start, and whether it was the saved one."""
     if saved is not None and saved.shape == fresh.shape and saved.dtype == fresh.dtype:
         return saved, True
-    return torch.zeros_like(fresh), False
+    return fresh, False
 
 
-def _loading(part: nn.Module, state: dict[str, Tensor]) -> Callable[[], None]:
-    return lambda: load_fp8_state_dict(part, state)
+def _loading(part: nn.Module, state: ModelState, saved: dict[str, Tensor]) -> Callable[[], None]:
+    return lambda: backends.find(state.backend).load_state(part, saved)
 
 
 def _describes(saved: dict[str, Any], state: ModelState, path: str) -> bool:
     """True if a saved part is what stands at ``path`` now."""
     layers = [_join(path, layer) for layer in state.plan.fp8_names]
-    return bool(saved["path"] == path and saved["recipe"] == state.plan.recipe.to_dict() and saved["layers"] == layers)
+    is_same = saved["path"] == path and backends.full_name(saved["backend"]) == state.backend
+    return bool(is_same and saved["recipe"] == state.plan.recipe.to_dict() and saved["layers"] == layers)
 
 
 def _check(name: str, tensor: Tensor, where: str) -> None:
-    """Histories are finite and not negative; only the staging row may hold what the step after it drops."""
-    if name.rpartition(".")[2] == _STEPS:
+    """Histories are finite and not negative; only the staging row may hold what the step after it drops.
+
+    What other backends keep is finite, and for them to judge.
+    """
+    if name.rpartition(".")[2] not in (_STEPS, _AMAX):
+        is_right, must = not tensor.is_floating_point() or bool(tensor.isfinite().all()), "finite"
+    elif name.rpartition(".")[2] == _STEPS:
         is_right = tensor.dtype == torch.int64 and tensor.ndim == 0 and tensor.item() >= 0
         must = "one int64 number from 0"
     else:

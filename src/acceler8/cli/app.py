@@ -16,6 +16,7 @@ from acceler8.cli.config import app as config
 from acceler8.cli.demo import demo
 from acceler8.cli.env import env
 from acceler8.cli.launch import RawCommand, launch
+from acceler8.cli.plan import plan
 from acceler8.errors import Acceler8Error
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(demo)
 app.add_typer(bench)
 app.add_typer(config)
 app.command()(env)
+app.command()(plan)
 app.command(cls=RawCommand, add_help_option=False)(launch)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from importlib import metadata, util
 
-_TORCHAO_LEAST = (0, 6, 1)  # Accelerate's; an implementation may need more
+_TORCHAO_LEAST = (0, 6, 1)  # Accelerate's; what the backend needs, and finds, it says itself
 _MXFP8_TE_LEAST = (2, 0)
 _FP8_CAPABILITY, _MXFP8_CAPABILITY = (8, 9), (10, 0)
 
 INSTALL = {
-    "AO": "pip install 'torchao>=0.6.1'",
+    "AO": "pip install 'torchao>=0.13'",
     "TE": "pip install --no-build-isolation 'transformer_engine[pytorch]'",
 }
 """What to do where a backend's library is missing."""

@@ -22,8 +22,8 @@ from acceler8.errors import ConfigError, MissingLibraryError, RecipeError
 if TYPE_CHECKING:
     from acceler8.recipes import LayerRecipes, Recipe
 
-READY = ("NATIVE",)
-"""Backends that this version can train with: those of ``acceler8.backends``."""
+READY = ("NATIVE", "AO", "TE")
+"""Backends that this version can train with: those of ``acceler8.backends``, under the words of settings."""
 _FP8 = "fp8_config."
 DELAYED = tuple(_FP8 + key for key in ("margin", "interval", "amax_history_len", "amax_compute_algo"))
 # settings about the choice itself, which no backend "has"
@@ -79,11 +79,6 @@ def cannot_run(effective: Effective) -> Iterator[str]:
             f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet; allowed:"
             " one process, or several that each hold the model (MULTI_GPU, MULTI_CPU); leave it out"
         )
-    if (compiler := effective["dynamo_config.dynamo_backend"]) not in (None, "NO"):
-        yield (
-            f"{effective.source('dynamo_config.dynamo_backend')}: torch.compile (dynamo_backend {compiler}) is not in"
-            " this version yet; allowed: NO; leave it out"
-        )
     if effective["mixed_precision"] == "fp8":
         yield from _cannot_run_fp8(effective)
 
@@ -113,7 +108,7 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
     for path, entry in ENTRIES.items():
         if not entry.is_fp8 or path == _FP8 + "backend" or (entry.setting.backends and not _has(entry, backend)):
             continue
-        if backend == "NATIVE" and path in DELAYED and "delayed" not in native_recipes(effective):
+        if path in DELAYED and "delayed" not in recipe_names(effective, backend):
             continue
         if path == _FP8 + "recipe" and path not in effective.values and _decides_all(effective):
             continue
@@ -125,11 +120,20 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
     return values
 
 
-def native_recipes(effective: Effective) -> tuple[str, ...]:
+def recipe_names(effective: Effective, backend: str | None) -> tuple[str, ...]:
     """Names of the recipes that layers may have: ``recipe`` first, then those of ``layer_recipes``."""
-    base = effective[_FP8 + "recipe"] or ENTRIES[_FP8 + "recipe"].setting.defaults["NATIVE"]
+    base = effective[_FP8 + "recipe"] or _default_recipe(effective, backend)
     of_layers = [word for _, word in layer_patterns(effective[_FP8 + "layer_recipes"]) if word != "none"]
     return tuple(dict.fromkeys((base, *of_layers)))
+
+
+def _default_recipe(effective: Effective, backend: str | None) -> str:
+    """What a backend runs where no recipe is named."""
+    if backend == "TE" and effective[_FP8 + "use_mxfp8_block_scaling"]:
+        return "mxfp8"
+    defaults = ENTRIES[_FP8 + "recipe"].setting.defaults
+    found: str = defaults.get(backend or "", defaults["NATIVE"])
+    return found
 
 
 def _decides_all(effective: Effective) -> bool:
@@ -137,9 +141,13 @@ def _decides_all(effective: Effective) -> bool:
     return any(pattern == "*" for pattern, _ in layer_patterns(effective[_FP8 + "layer_recipes"]))
 
 
-def recipe_of(effective: Effective) -> Recipe | LayerRecipes:
-    """What the native backend runs. Raises ConfigError naming where the settings stand."""
-    keys = {path.removeprefix(_FP8): value.value for path, value in fp8_values(effective, "NATIVE").items()}
+def recipe_of(effective: Effective, backend: str = "NATIVE") -> Recipe | LayerRecipes:
+    """What a backend runs. Raises ConfigError naming where the settings stand."""
+    values = fp8_values(effective, backend)
+    if backend == "TE" and (found := values.get(_FP8 + "fp8_format")) and found.source is DEFAULT:
+        del values[_FP8 + "fp8_format"]  # of delayed scaling; block scaling has another one
+    keys = {path.removeprefix(_FP8): value.value for path, value in values.items()}
+    keys["recipe"] = recipe_names(effective, backend)[0]
     try:
         return build_recipes(keys)
     except ValueError as error:
@@ -171,10 +179,10 @@ def check(effective: Effective) -> list[str]:
     notes = [note for path in given for note in _check_belongs(effective, path, backend)]
     if effective[_FP8 + "backend"] == "NO":
         notes.append(f"{effective.source(_FP8 + 'backend')}: backend NO names none; {backend} is taken by the order")
-    if backend == "NATIVE":
-        _check_native(effective)
-    if backend == "TE" and effective[_FP8 + "use_mxfp8_block_scaling"]:
-        _check_te_mxfp8(effective)
+    if backend == "TE":
+        _check_te(effective)
+    if backend in READY:
+        _check_recipe(effective, backend)
     return notes
 
 
@@ -209,6 +217,8 @@ def _check_belongs(effective: Effective, path: str, backend: str) -> Iterator[st
     entry, source = ENTRIES[path], effective.source(path)
     if path in _CHOICE or not entry.setting.backends or _has(entry, backend):
         return
+    if source.precedence is Precedence.CODE and source == effective.source(_FP8 + "recipe"):
+        return  # a Recipe object says all settings; the backend judges it
     if source.precedence is Precedence.ENVIRONMENT and _is_default(path, effective[path]):
         return  # Accelerate's launcher exports the defaults of every backend
     namer = effective.source(_FP8 + "backend")
@@ -227,21 +237,23 @@ def _instead(path: str, backend: str) -> str:
     return "set recipe mxfp8 in its place, " if is_mxfp8 else ""
 
 
-def _check_native(effective: Effective) -> None:
-    names = native_recipes(effective)
+def _check_recipe(effective: Effective, backend: str) -> None:
+    names = recipe_names(effective, backend)
     recipe_source = effective.source(_FP8 + "recipe")
     for path in DELAYED:
         source = effective.source(path)
         if effective[path] is None or "delayed" in names or source == recipe_source:  # both of one Recipe object
             continue
-        if effective[path] != ENTRIES[path].setting.defaults["NATIVE"]:
+        if not _has(ENTRIES[path], backend):
+            continue  # which is said, or refused, already
+        if effective[path] != ENTRIES[path].setting.defaults[backend]:
             raise ConfigError(
                 f"{source}: {_shown(effective, path)} belongs to delayed scaling, and the recipe is"
                 f" {', '.join(names)} ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
             )
     decides = effective[_FP8 + "fp8_format"] or effective[_FP8 + "save_for_backward"]
     if decides and set(names) <= set(RECIPES):
-        recipe_of(effective)
+        recipe_of(effective, backend)
     _check_schedule(effective)
 
 
@@ -265,7 +277,21 @@ def schedule_problem(steps: str | None, stages: str | None) -> str | None:
     return None
 
 
-def _check_te_mxfp8(effective: Effective) -> None:
+def _check_te(effective: Effective) -> None:
+    path = _FP8 + "fp8_format"
+    if effective[path] == "E5M2":
+        raise ConfigError(
+            f"{effective.source(path)}: fp8_format=E5M2 is none of TransformerEngine's; allowed: HYBRID (E4M3 forward,"
+            " E5M2 for gradients), E4M3; set HYBRID"
+        )
+    block, recipe = _FP8 + "use_mxfp8_block_scaling", _FP8 + "recipe"
+    if not effective[block]:
+        return
+    if effective[recipe] not in (None, "mxfp8"):
+        raise ConfigError(
+            f"{effective.source(block)}: use_mxfp8_block_scaling is on, and the recipe is {effective[recipe]}"
+            f" ({effective.source(recipe)}); allowed: one of them; remove use_mxfp8_block_scaling"
+        )
     for path in (_FP8 + "amax_history_len", _FP8 + "amax_compute_algo"):
         if effective[path] is not None and effective[path] != ENTRIES[path].setting.defaults["TE"]:
             raise ConfigError(

@@ -138,7 +138,7 @@ def values_from_code(
 ) -> RouteValues:
     """What a script says in code: arguments of ``Accelerator`` (None, and ``cpu=False``, say nothing) and objects.
 
-    ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs``.
+    ``recipe`` and ``skip`` are short for a ``NativeRecipeKwargs`` that names no backend.
     Raises: ConfigError for a value that is not allowed, and for two objects or arguments that say the same differently.
     """
     handlers = handlers or RecipeHandlers()
@@ -213,7 +213,6 @@ def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHan
     short = None
     if recipe is not None:
         short = NativeRecipeKwargs(recipe=recipe, skip=skip)
-        route.values[_BACKEND] = Value("NATIVE", _argument("recipe"))
         for path, value in short.route_values().values.items():
             if value.source.precedence is Precedence.CODE:  # what it took from elsewhere is read there
                 route.values[path] = Value(value.value, _argument("recipe"))

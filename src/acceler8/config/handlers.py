@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from acceler8.recipes import LayerRecipes, Recipe
 
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+_LAYERWISE = ("recipe", "layer_recipes", "skip", "fp8_steps", "fp8_last_layers")
 _OF_EVERY_RECIPE = ("pow2_scales", "save_for_backward", "skip")
 _NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers", "tokens", "never_slower")
 """Settings of the native backend that no Recipe says, so that they stand beside one."""
@@ -176,12 +177,16 @@ def _paths(*keys: str) -> dict[str, str]:
 @takes_other_spellings
 @dataclass
 class TERecipeKwargs(RecipeHandler):
-    """FP8 by TransformerEngine. ``override_linear_precision``: fprop, dgrad, wgrad in high precision."""
+    """FP8 by TransformerEngine. ``override_linear_precision``: fprop, dgrad, wgrad in high precision.
+
+    Beside Accelerate's fields, by keyword: ``recipe`` (default ``delayed``) and which layers it is for, as in
+    ``NativeRecipeKwargs``.
+    """
 
     BACKEND = "TE"
     PATHS = _paths(
         *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
-        *("override_linear_precision", "use_mxfp8_block_scaling"),
+        *("override_linear_precision", "use_mxfp8_block_scaling", *_LAYERWISE),
     )
 
     use_autocast_during_eval: bool | None = None
@@ -192,6 +197,11 @@ class TERecipeKwargs(RecipeHandler):
     amax_compute_algo: str | None = None
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
+    recipe: str | None = dataclasses.field(default=None, kw_only=True)
+    layer_recipes: Iterable[str] | Mapping[str, str | None] | None = dataclasses.field(default=None, kw_only=True)
+    skip: Iterable[str] | None = dataclasses.field(default=None, kw_only=True)
+    fp8_steps: str | None = dataclasses.field(default=None, kw_only=True)
+    fp8_last_layers: str | Mapping[Any, Any] | None = dataclasses.field(default=None, kw_only=True)
 
 
 @takes_other_spellings
@@ -199,41 +209,70 @@ class TERecipeKwargs(RecipeHandler):
 class AORecipeKwargs(RecipeHandler):
     """FP8 by torchao.
 
-    ``config`` (a torchao Float8LinearConfig) says everything itself; the booleans then stay as they were passed and
-    are not used. ``module_filter_func(module, name)`` False leaves a layer. Both exist in code only.
+    ``config`` (a torchao Float8LinearConfig) says how layers compute; ``pad_inner_dim``, the recipe and the like then
+    stay as they were passed and are not used. It exists in code only.
+    ``module_filter_func(module, name)`` False leaves a layer; a function, or ``"module:function"``. It takes the place
+    of what is left by default, also of ``skip_first_and_last``. Beside Accelerate's fields, by keyword: ``recipe``
+    (default ``tensorwise``) and which layers it is for, as in ``NativeRecipeKwargs``.
     """
 
     BACKEND = "AO"
-    PATHS = _paths("pad_inner_dim", "enable_fsdp_float8_all_gather")
+    PATHS = _paths(
+        *("pad_inner_dim", "enable_fsdp_float8_all_gather", "skip_first_and_last", "module_filter_func"),
+        *("fp8_format", "pow2_scales", "override_linear_precision", "use_autocast_during_eval", *_LAYERWISE),
+    )
+    _OF_CONFIG = (
+        *("pad_inner_dim", "enable_fsdp_float8_all_gather", "recipe", "layer_recipes", "fp8_format", "pow2_scales"),
+        "override_linear_precision",
+    )
 
     config: Any = None
-    module_filter_func: Callable[..., bool] | None = None
+    module_filter_func: Callable[..., bool] | str | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
+    skip_first_and_last: bool | None = dataclasses.field(default=None, kw_only=True)
+    recipe: str | None = dataclasses.field(default=None, kw_only=True)
+    layer_recipes: Iterable[str] | Mapping[str, str | None] | None = dataclasses.field(default=None, kw_only=True)
+    skip: Iterable[str] | None = dataclasses.field(default=None, kw_only=True)
+    fp8_format: str | None = dataclasses.field(default=None, kw_only=True)
+    pow2_scales: bool | None = dataclasses.field(default=None, kw_only=True)
+    override_linear_precision: tuple[bool, bool, bool] | None = dataclasses.field(default=None, kw_only=True)
+    use_autocast_during_eval: bool | None = dataclasses.field(default=None, kw_only=True)
+    fp8_steps: str | None = dataclasses.field(default=None, kw_only=True)
+    fp8_last_layers: str | Mapping[Any, Any] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.module_filter_func is not None and not callable(self.module_filter_func):
+        given_filter = self.module_filter_func
+        if given_filter is not None and not callable(given_filter) and not isinstance(given_filter, str):
             raise ConfigError(
-                f"{type(self).__name__}(module_filter_func=): got {self.module_filter_func!r}; allowed: a function of"
-                " a module and its name"
+                f"{type(self).__name__}(module_filter_func=): got {given_filter!r}; allowed: a function of a module and"
+                " its name, or its place as 'module:function'"
             )
+        self._fill_in(self._settings())
         if self.config is None:
-            self._resolve()
             return
-        if given := [name for name in self.PATHS if getattr(self, name) is not None]:
+        if given := [name for name in self._OF_CONFIG if getattr(self, name) is not None]:
             warnings.warn(
                 f"{type(self).__name__}: {' and '.join(given)} not used, for config says everything; leave them out",
                 UserWarning,
                 stacklevel=4,
             )
 
+    def _settings(self) -> list[str]:
+        """The fields that are settings: without what a ``config`` says, and a function."""
+        without: tuple[str, ...] = () if self.config is None else self._OF_CONFIG
+        without += ("module_filter_func",) if callable(self.module_filter_func) else ()
+        return [name for name in self.PATHS if name not in without]
+
     def route_values(self) -> RouteValues:
-        """With a ``config`` nothing: it is used as it is."""
-        return RouteValues() if self.config is not None else super().route_values()
+        """The settings. Those that a ``config`` says are not among them: it is used as it is."""
+        route = RouteValues()
+        self._put_fields(route, self._settings())
+        return route
 
     def code_only(self) -> list[str]:
         """The torchao object and the function."""
-        return _code_only(self, ("config", "module_filter_func"))
+        return _code_only(self, ("config", *(("module_filter_func",) if callable(self.module_filter_func) else ())))
 
 
 @takes_other_spellings

@@ -32,6 +32,7 @@ from acceler8.config.setting import Setting
 
 BACKENDS = tuple(word for word in FP8BackendType.list() if word != "NO")
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
+_LAYERWISE = ("NATIVE", "AO", "TE")  # backends that take a recipe, layer by layer
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
 PRECISIONS = tuple(PrecisionType.list())
 DISTRIBUTED_TYPES = tuple(DistributedType.list()[: DistributedType.list().index("DEEPSPEED") + 1])
@@ -77,8 +78,8 @@ class Fp8Config(Section):
             kind=Choice(RECIPES),
             help="Granularity and time of the scales.",
             ask="Which recipe?",
-            backends=("NATIVE",),
-            defaults={"NATIVE": "rowwise"},
+            backends=_LAYERWISE,
+            defaults={"NATIVE": "rowwise", "AO": "tensorwise", "TE": "delayed"},
         ),
     ] = None
     layer_recipes: A[
@@ -87,8 +88,8 @@ class Fp8Config(Section):
             "layer_recipes",
             kind=LayerPatterns(RECIPES),
             help="Recipes of single layers, by pattern (as in skip); a layer that none fits has recipe.",
-            backends=("NATIVE",),
-            defaults={"NATIVE": ()},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, ()),
         ),
     ] = None
     fp8_steps: A[
@@ -98,8 +99,8 @@ class Fp8Config(Section):
             kind=Steps(),
             help="The steps in which layers compute in FP8; outside they are in high precision.",
             ask="In which steps is FP8 on (START:STOP, counted from 0)?",
-            backends=("NATIVE",),
-            defaults={"NATIVE": ":"},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, ":"),
         ),
     ] = None
     fp8_last_layers: A[
@@ -109,8 +110,8 @@ class Fp8Config(Section):
             kind=Stages(),
             help="How many of the model's last blocks are in FP8 from which step on, such as 0:4,1000:8,2000:all.",
             ask="How many of the last layers are in FP8, from which step on (STEP:K,...)?",
-            backends=("NATIVE",),
-            defaults={"NATIVE": "0:all"},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, "0:all"),
         ),
     ] = None
     tokens: A[
@@ -141,8 +142,8 @@ class Fp8Config(Section):
             kind=Names(),
             help="Layers that stay in high precision: names, dotted prefixes or suffixes, globs.",
             ask="Layers to leave in high precision, with commas between them (beside the default ones)",
-            backends=("NATIVE",),
-            defaults={"NATIVE": ()},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, ()),
         ),
     ] = None
     pow2_scales: A[
@@ -151,8 +152,8 @@ class Fp8Config(Section):
             "pow2_scales",
             kind=Bool(),
             help="Round scales down to powers of two.",
-            backends=("NATIVE",),
-            defaults={"NATIVE": False},
+            backends=("NATIVE", "AO"),
+            defaults={"NATIVE": False, "AO": False},
             is_bare=True,
         ),
     ] = None
@@ -174,8 +175,8 @@ class Fp8Config(Section):
             kind=Bool(),
             help="Run FP8 in eval() too, instead of high precision.",
             ask="Run FP8 during evaluation too?",
-            backends=("NATIVE", "TE"),
-            defaults={"NATIVE": False, "TE": False},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, False),
             is_bare=True,
         ),
     ] = None
@@ -208,9 +209,9 @@ class Fp8Config(Section):
         _fp8(
             "fp8_format",
             kind=Choice(("HYBRID", "E4M3", "E5M2")),
-            help="HYBRID: E4M3 forward, E5M2 for gradients. NATIVE's default depends on the recipe.",
+            help="HYBRID: E4M3 forward, E5M2 for gradients. The default of NATIVE and AO depends on the recipe.",
             ask="Which FP8 format?",
-            backends=("NATIVE", "TE"),
+            backends=_LAYERWISE,
             defaults={"TE": "HYBRID"},
             aliases=("format",),
         ),
@@ -248,8 +249,8 @@ class Fp8Config(Section):
             env=tuple(f"ACCELERATE_FP8_OVERRIDE_{gemm}" for gemm in ("FPROP", "DGRAD", "WGRAD")),
             flags=("fp8_override_linear_precision",),
             ask="Run fprop, dgrad or wgrad in high precision?",
-            backends=("NATIVE", "TE"),
-            defaults={"NATIVE": (False,) * 3, "TE": (False,) * 3},
+            backends=_LAYERWISE,
+            defaults=dict.fromkeys(_LAYERWISE, (False,) * 3),
         ),
     ] = None
     use_mxfp8_block_scaling: A[
@@ -283,6 +284,27 @@ class Fp8Config(Section):
             ask="Fill the inner dimension of GEMMs up to a multiple of 16?",
             backends=("AO",),
             defaults={"AO": True},
+        ),
+    ] = None
+    skip_first_and_last: A[
+        bool | None,
+        _fp8(
+            "skip_first_and_last",
+            kind=Bool(),
+            help="Leave the first and the last linear layer in high precision.",
+            ask="Leave the first and the last linear layer in high precision?",
+            backends=("AO",),
+            defaults={"AO": True},
+        ),
+    ] = None
+    module_filter_func: A[
+        str | None,
+        _fp8(
+            "module_filter_func",
+            kind=Text(),
+            help="MODULE:FUNCTION of a module and its name: False leaves a layer. Replaces what is left by default.",
+            backends=("AO",),
+            defaults={"AO": None},
         ),
     ] = None
     opt_level: A[

@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from acceler8 import backends
-from acceler8.backends import Fusion
+from acceler8.backends import Backend, Conversion, Fusion
 from acceler8.conversion.filters import tied_names
 from acceler8.conversion.fusions import Known, fits
-from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, row_name
+from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
-from acceler8.nn import Fp8Linear, ModelState, fp8_layers, state_of
+from acceler8.nn import ModelState, state_of
 from acceler8.nn.model_state import ATTRIBUTE
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import recipe_of_layer
@@ -56,11 +56,13 @@ def convert(
         raise PlanError(f"convert got {given[0]} beside a Plan, which says it already; give it to acceler8.plan")
     check_is_plain(model)
     engine = backends.get(plan.backend)
+    engine.check_options(plan.options)
     layers = _planned_layers(model, plan)
     for name, module, recipe in layers:
         if reason := engine.refuses(module, recipe):
             raise PlanError(f"layer {name!r} cannot become FP8 any more: {reason}; plan the model again")
     fusions = _planned_fusions(model, plan, {name: recipe for name, _, recipe in layers})
+    also = _planned_also(model, plan)
     named = dict(model.named_parameters(remove_duplicate=False))
     clock = clock or StepClock()
     state = ModelState(
@@ -72,9 +74,25 @@ def convert(
         dtypes={name: p.dtype for name, p in named.items()},
         schedules=_schedules(plan, [name for name, _, _ in layers], clock),
     )
-    engine.convert_layers(layers, state, fusions)
+    engine.convert_layers(
+        Conversion(model=model, layers=layers, state=state, fusions=fusions, also=also, options=plan.options)
+    )
+    if type(engine).on_step is not Backend.on_step:
+        state.on_step.append(_OnStep(model, engine.name).tick)
+    state.follow_clock()
     model.__dict__[ATTRIBUTE] = state
     return model
+
+
+class _OnStep:
+    """A backend's hook at step boundaries. A bound method of it in the clock belongs to the copy in a deep copy."""
+
+    def __init__(self, model: nn.Module, backend: str) -> None:
+        self.model, self.backend = model, backend
+
+    def tick(self) -> None:
+        """Called by the clock."""
+        backends.find(self.backend).on_step(self.model)
 
 
 def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Recipe]]:
@@ -111,6 +129,15 @@ def _planned_fusions(model: nn.Module, plan: Plan, recipes: dict[str, Recipe]) -
                 f" this {type(model).__name__} does not have like that; plan the model again"
             )
     return [(fusion, modules[fusion.name]) for fusion in plan.fusions]
+
+
+def _planned_also(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    """The modules beside the layers that the plan says are taken over."""
+    modules = dict(model.named_modules())
+    names = [module_name(row.name) for row in plan.also if not row.reason]
+    if missing := [name for name in names if name not in modules]:
+        raise PlanError(f"the plan names {missing[0]!r}, which this {type(model).__name__} lacks; plan it again")
+    return [(name, modules[name]) for name in names]
 
 
 def _schedules(plan: Plan, layers: list[str], clock: StepClock) -> dict[str, Schedule]:
@@ -201,16 +228,15 @@ def evaluate_in_fp8(model: nn.Module) -> Iterator[None]:
 
     PyTorch's fused inference path of ``nn.TransformerEncoderLayer``, which never calls its linears, is off inside.
     """
-    state_of(model)
+    state = state_of(model)
+    engine = backends.get(state.backend)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    layers: list[Fp8Linear] = [layer for _, layer in fp8_layers(model)]
-    before = [layer._acceler8_layer.evaluates_in_fp8 for layer in layers]
-    for layer in layers:
-        layer._acceler8_layer.evaluates_in_fp8 = True
+    before, state.evaluates_in_fp8 = state.evaluates_in_fp8, True
+    engine.set_evaluates_in_fp8(model, True)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        for layer, was in zip(layers, before, strict=True):
-            layer._acceler8_layer.evaluates_in_fp8 = was
+        state.evaluates_in_fp8 = before
+        engine.set_evaluates_in_fp8(model, before)

@@ -23,12 +23,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from acceler8.backends import Fusion
-from acceler8.conversion.norms import find_norm
-from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse
 from acceler8.functional.linears import cannot_merge
 from acceler8.nn import NormKind, neighbourhood
 from acceler8.nn.class_change import OF_EVERY_MODULE
+from acceler8.nn.find_norm import find_norm
+from acceler8.nn.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.recipes import Recipe
 
 _READERS = (

@@ -127,6 +127,11 @@ class GraphedStep:
             raise PlanError(
                 f"GraphedStep got a {type(model).__name__} that is not converted; call acceler8.convert first"
             )
+        if foreign := [state.backend for state in self._states if state.backend != "native"]:
+            raise PlanError(
+                f"GraphedStep got a model of backend {foreign[0]!r}; allowed: native; plan it with backend='native', or"
+                " let torch.compile(mode='reduce-overhead') make graphs of a torchao model"
+            )
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise PlanError("GraphedStep got a model in DistributedDataParallel; allowed: one process, a plain model")
         devices = {p.device for p in model.parameters()}

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from acceler8.errors import PlanError
-from acceler8.nn import find_state, fp8_layers
+from acceler8.nn import converted_layers, find_state
 
 ROOT = "(root)"
 
@@ -20,7 +20,7 @@ def check_is_plain(model: nn.Module) -> None:
     kind = type(model).__name__
     if find_state(model) is not None:
         raise PlanError(f"{kind} is converted already; call acceler8.restore(model) first")
-    if next(fp8_layers(model), None) is not None:
+    if next(converted_layers(model), None) is not None:
         raise PlanError(f"{kind} is part of a converted model; call acceler8.restore on that model first")
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

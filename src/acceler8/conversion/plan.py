@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from acceler8 import backends
-from acceler8.backends import KINDS, Fusion
+from acceler8.backends import KINDS, STRATEGIES, Backend, BackendOptions, Fusion
 from acceler8.conversion.blocks import block_of, find_blocks
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.conversion.fusions import find_fusions
@@ -32,11 +32,19 @@ from acceler8.errors import PlanError, unknown_name
 from acceler8.nn import NormKind
 from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
-from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer, resolve_layers
+from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer
 from acceler8.scaling import LastLayers, StepWindow, check_schedule
 
 LOW_COVERAGE = 0.1
-_LATER_KEYS = ("fp8_steps", "fp8_last_layers", "blocks", "fusions", "speed")  # which a plan of an earlier version lacks
+_LATER_KEYS = (
+    "fp8_steps",
+    "fp8_last_layers",
+    "blocks",
+    "fusions",
+    "speed",
+    "also",
+    "options",
+)  # which a plan of an earlier version lacks
 _SHOWN = 40  # names in an error message
 
 
@@ -64,6 +72,16 @@ class PlanRow:
     def gain(self) -> float | None:
         """How many times as fast as BF16 the recipe is; None if not predicted."""
         return self.bf16_ms / self.fp8_ms if self.bf16_ms and self.fp8_ms else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlsoRow:
+    """A module beside the linear layers that the backend takes over, such as a norm, or why it does not."""
+
+    name: str
+    type: str
+    reason: str = ""
+    """Why it stays as it is; empty if the backend takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +123,10 @@ class Plan:
     """Names of the model's blocks, first to last; looked for only if ``fp8_last_layers`` counts them."""
     speed: Speed | None = None
     """What a cost table predicts of all rows; None: nothing was predicted."""
+    also: tuple[AlsoRow, ...] = ()
+    """Modules beside the rows' layers that the backend takes over, or would but for a reason."""
+    options: BackendOptions | None = None
+    """The backend's own settings."""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -158,6 +180,8 @@ class Plan:
             "fp8_last_layers": None if self.fp8_last_layers is None else str(self.fp8_last_layers),
             "blocks": list(self.blocks),
             "speed": None if self.speed is None else dataclasses.asdict(self.speed),
+            "also": [dataclasses.asdict(row) for row in self.also],
+            "options": None if self.options is None else self.options.to_dict(),
             "rows": rows,
         }
 
@@ -175,6 +199,7 @@ class Plan:
             totals = Totals(**data["totals"])
             fusions = tuple(_fusion(f) for f in data.get("fusions", ()))
             speed = Speed(**data["speed"]) if data.get("speed") is not None else None
+            also = tuple(AlsoRow(**row) for row in data.get("also", ()))
         except (KeyError, TypeError) as error:
             raise PlanError(
                 f"a row or the totals of the plan, its speed or a fusion, are not as Plan.to_dict() writes them:"
@@ -195,6 +220,8 @@ class Plan:
                 "fp8_last_layers": _last_layers(data.get("fp8_last_layers")),
                 "blocks": tuple(data.get("blocks", ())),
                 "speed": speed,
+                "also": also,
+                "options": _options(data["backend"], data.get("options")),
                 "rows": rows,
             }
         )
@@ -218,12 +245,15 @@ def plan(
     costs: CostTable | Path | str | None = None,
     gpu: str | None = None,
     never_slower: bool = True,
+    options: BackendOptions | None = None,
+    strategy: str = "single",
 ) -> Plan:
     """Decide layer by layer what converting ``model`` would make FP8. Changes nothing.
 
-    ``recipe`` is a name or a Recipe (default ``rowwise``), or a mapping of patterns of layer names to such, of which
-    the first that fits a layer decides; None, and a layer that none fits, is high precision. ``skip`` names layers to
-    leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to the recipe's own.
+    ``recipe`` is a name or a Recipe (default the backend's, natively ``rowwise``), or a mapping of patterns of layer
+    names to such, of which the first that fits a layer decides; None, and a layer that none fits, is high precision.
+    ``skip`` names layers to leave: a name, a dotted prefix or suffix, or a glob, which patterns may be too; added to
+    the recipe's own.
     ``filter_fn(name, module)`` False leaves a layer too. Left by default: output heads, tied weights, dimensions that
     are not multiples of 16, subclasses of nn.Linear. The model may be on the meta device. ``fp8_steps`` is the window
     of steps, ``"START:STOP"``, outside of which the converted layers compute in high precision. ``fp8_last_layers``,
@@ -237,26 +267,33 @@ def plan(
     predicted milliseconds, and a layer that would be slower in FP8 than in BF16 stays in BF16, unless a pattern of the
     recipe other than ``*`` or ``filter_fn`` asks for it, its recipe multiplies nothing in FP8 (and only saves memory),
     or ``never_slower`` is False. The table is that of the model's GPU, ``costs`` (or its file), or that of another
-    ``gpu`` by name, such as ``"NVIDIA H200"``. What it does not know stays in FP8.
-    Raises: RecipeError for an unknown recipe, or a schedule that is none; PlanError for an unknown backend, a skip name
-        or pattern that fits no layer (the nearest layer is named), a model that is already converted, or a lazy one
-        that never ran; with ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8; for
-        ``tokens`` that are none, and a GPU without a table. RunError for a cost table that cannot be read.
+    ``gpu`` by name, such as ``"NVIDIA H200"``. What it does not know stays in FP8. ``options`` are the backend's own
+    settings; ``strategy``, one of ``acceler8.backends.STRATEGIES``, is how the model is spread over processes.
+    Raises: RecipeError for an unknown recipe, or a schedule that is none; PlanError for an unknown backend, a recipe
+        that it does not run on the model's device (those that it does are listed), a skip name or pattern that fits no
+        layer (the nearest layer is named), a model that is already converted, or a lazy one that never ran; with
+        ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8; for ``tokens`` that are
+        none, and a GPU without a table. RunError for a cost table that cannot be read.
     """
     check_tokens(tokens, never_slower)
-    recipe, window, last_layers = resolve_layers(recipe), _window(fp8_steps), _last_layers(fp8_last_layers)
+    engine = backends.get(backend)
+    engine.check_options(options)
+    recipe, window = engine.recipe_for(recipe, options), _window(fp8_steps)
+    last_layers = _last_layers(fp8_last_layers)
     check_schedule(window, last_layers)
     if save_for_backward is not None:
         recipe = recipe.replace(save_for_backward=save_for_backward)
-    engine = backends.get(backend)
     check_is_plain(model)
+    _check_backend_has(engine, recipe, _device_of(model), strategy)
     skip = _skip_patterns(skip)
     modules = [name for name, _ in model.named_modules()]
     _check_patterns((*_skip_of(recipe), *skip), modules, "skip names")
     if isinstance(recipe, LayerRecipes):
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         _check_patterns([pattern for pattern, _ in recipe.patterns], linears, "recipe has the pattern")
-    heads = output_heads(model)
+    # in the library itself a filter takes the place of what is left by default
+    left = {} if filter_fn is not None and engine.filter_decides else engine.left_by_default(model, options)
+    heads = {} if filter_fn is not None and engine.filter_decides else output_heads(model)
     owners = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
 
     def owner(parameter: str) -> int:
@@ -278,8 +315,12 @@ def plan(
             reason = heads[id(module)]
         elif tied := ties.get(f"{name}.weight".lstrip(".")):
             reason = f"weight tied with {tied[0]}"
+        elif not name and engine.replaces_modules:
+            reason = f"the model itself: {engine.name} puts another module in its place; put it into an nn.Sequential"
         elif refusal := engine.refuses(module, own):
             reason = refusal
+        elif id(module) in left and not _is_asked_for(recipe, name):
+            reason = left[id(module)]
         elif filter_fn is not None and not filter_fn(name, module):
             reason = "left by filter_fn"
         elif not _what_is_fp8(own, weights[0].requires_grad):
@@ -290,9 +331,42 @@ def plan(
     asked = {row.name for row in rows if filter_fn is not None or _is_asked_for(recipe, row.name)}
     kept = {row.name for row in rows if row.is_fp8} if not never_slower else asked
     rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, fuse and engine.fuses)
-    made = _finish(model, recipe, engine, rows, window, fusions)
+    made = _finish(model, recipe, engine, rows, window, fusions, options)
+    made = dataclasses.replace(made, also=_also(model, recipe, engine, skip), options=options)
     made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
     return _by_depth(model, made, last_layers)
+
+
+def _check_backend_has(engine: Backend, recipe: Recipe | LayerRecipes, device: torch.device, strategy: str) -> None:
+    """Raise PlanError for a recipe that the backend does not run there."""
+    if strategy not in STRATEGIES:
+        raise PlanError(unknown_name("strategy", strategy, STRATEGIES))
+    for own in [recipe] if isinstance(recipe, Recipe) else [own for _, own in recipe.patterns if own is not None]:
+        if (why := engine.lacks(own, device, strategy)) is not None:
+            raise PlanError(why)
+
+
+def _also(
+    model: nn.Module, recipe: Recipe | LayerRecipes, engine: Backend, skip: tuple[str, ...]
+) -> tuple[AlsoRow, ...]:
+    """What the backend takes over beside the layers, without what the user skips by name."""
+    rows = []
+    for found in engine.also_converts(model, recipe):
+        reason = found.refusal or ""
+        if pattern := first_match(found.name, (*_skip_of(recipe), *skip)):
+            reason = f"skipped by name ({pattern})"
+        rows.append(AlsoRow(name=row_name(found.name), type=plain_type(found.module).__name__, reason=reason))
+    return tuple(rows)
+
+
+def _options(backend: str, data: dict[str, Any] | None) -> BackendOptions | None:
+    """Inverse of ``BackendOptions.to_dict``. Raises PlanError."""
+    if data is None:
+        return None
+    kind = backends.find(backend).options_type
+    if kind is None:
+        raise PlanError(f"the plan has options for backend {backend!r}, which has none; write it with Plan.to_dict()")
+    return kind.from_dict(data)
 
 
 def _predict(
@@ -547,23 +621,28 @@ def _idle_policy(used: list[Recipe], fp8: list[PlanRow], fusions: tuple[Fusion, 
 
 
 def _notes(
-    recipe: Recipe | LayerRecipes, engine: backends.Backend, device: torch.device, used: list[Recipe]
+    recipe: Recipe | LayerRecipes,
+    engine: Backend,
+    device: torch.device,
+    used: list[Recipe],
+    options: BackendOptions | None,
 ) -> list[str]:
     """What the recipes and the backend say; of several recipes, which one says it."""
     notes = []
     for own in used:
         notes += [note if isinstance(recipe, Recipe) else f"{own.name}: {note}" for note in own.notes]
-        notes += engine.notes(own, device) if device.type != "meta" else []
+        notes += engine.notes(own, device, options) if device.type != "meta" else []
     return list(dict.fromkeys(notes))
 
 
 def _finish(
     model: nn.Module,
     recipe: Recipe | LayerRecipes,
-    engine: backends.Backend,
+    engine: Backend,
     rows: list[PlanRow],
     window: StepWindow | None,
     fusions: tuple[Fusion, ...],
+    options: BackendOptions | None,
 ) -> Plan:
     device = _device_of(model)
     fp8 = [row for row in rows if row.is_fp8]
@@ -586,7 +665,7 @@ def _finish(
             f"FP8 would cover {totals.flops_share:.0%} of the matrix FLOPs ({len(fp8)} of {len(rows)} layers), so"
             f" training would run almost as before. Why: {worst or 'the model has no weight matrices'}"
         )
-    notes = _notes(recipe, engine, device, _used(recipe, rows))
+    notes = _notes(recipe, engine, device, _used(recipe, rows), options)
     return Plan(
         model=type(model).__name__,
         recipe=recipe,
@@ -612,6 +691,18 @@ def _fusions_said(fusions: Iterable[Fusion]) -> list[str]:
     for fusion in fusions:
         kinds.setdefault(f"{fusion.kind} ({', '.join(fusion.parts)})", []).append(fusion)
     return [f"fused: {len(alike)} x {said}, such as {alike[0].name or ROOT}" for said, alike in kinds.items()]
+
+
+def _also_said(plan: Plan) -> list[str]:
+    """A line for each class that is taken over, and for each reason why one is not, with the first of them."""
+    kinds: dict[tuple[str, str], list[AlsoRow]] = {}
+    for row in plan.also:
+        kinds.setdefault((row.type, row.reason), []).append(row)
+    return [
+        f"{'left' if reason else f'also by {plan.backend}'}: {len(alike)} x {kind}, such as {alike[0].name}"
+        + (f": {reason}" if reason else "")
+        for (kind, reason), alike in kinds.items()
+    ]
 
 
 def render(plan: Plan, width: int = 120) -> str:
@@ -649,7 +740,7 @@ def render(plan: Plan, width: int = 120) -> str:
         console.print(str(plan.speed), soft_wrap=True)
     if plan.fp8_steps is not None:
         console.print(f"only in {plan.fp8_steps.said}, counted from 0; high precision outside", soft_wrap=True)
-    for line in (*_stages(plan), *_fusions_said(plan.fusions)):
+    for line in (*_stages(plan), *_fusions_said(plan.fusions), *_also_said(plan)):
         console.print(line, soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from acceler8 import backends
+from acceler8.backends import Backend
 from acceler8.conversion.layers import module_name
 from acceler8.errors import VerifyError, unknown_name
 from acceler8.formats import E4M3, E5M2
-from acceler8.functional import WeightCodes, linear
+from acceler8.functional import WeightCodes
 from acceler8.kernels import Quantized, quantize
 from acceler8.nn import (
     Fp8Linear,
     FusedGatedMLP,
     FusedNorm,
+    LayerState,
     ModelState,
     fp8_layers,
     fused_mlps,
@@ -67,11 +70,13 @@ def verify(
     input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
     is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
+    Of a model that ``torch.compile`` compiled the second step runs eagerly.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
+    engine = backends.get(state.backend)
     checks: dict[str, Callable[[], tuple[list[str], str]]] = {
-        "layers": lambda: _layers(model, state),
+        "layers": lambda: _layers(model, state, engine),
         "ties": lambda: _ties(model, state),
         "requires_grad": lambda: _requires_grad(model, state),
         "dtypes": lambda: _dtypes(model, state),
@@ -81,7 +86,9 @@ def verify(
         checks["optimizer"] = lambda: _optimizer(model, optimizer)
     if step is not None:
         fused = _FusedRuns(model)
-        checks["moved and fresh"] = lambda: _step(model, optimizer, step, fused, check_calls="called" not in ignore)
+        checks["moved and fresh"] = lambda: _step(
+            model, engine, optimizer, step, fused, check_calls="called" not in ignore
+        )
         if (fused.mlps or fused.norms) and "moved and fresh" not in ignore:
             checks["fused"] = fused.result
     for name in ignore:
@@ -99,8 +106,8 @@ def verify(
     return VerifyReport(checks=held)
 
 
-def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
-    layers = {layer._acceler8_layer.name: layer for _, layer in fp8_layers(model)}
+def _layers(model: nn.Module, state: ModelState, engine: Backend) -> tuple[list[str], str]:
+    layers = {layer_state(layer).name: layer for _, layer in engine.layers(model)}
     live = set(layers)
     planned = {module_name(name) for name in state.plan.fp8_names}
     bad = [f"layer {n!r} is planned FP8 but is not; convert the model again" for n in sorted(planned - live)]
@@ -110,7 +117,7 @@ def _layers(model: nn.Module, state: ModelState) -> tuple[list[str], str]:
         if not _runs_own_forward(layer)
     ]
     for name, mlp in fused_mlps(model):
-        wide = [layers[n]._acceler8_layer.slots for n in _names(mlp)[:-1] if n in layers]
+        wide = [layer_state(layers[n]).slots for n in _names(mlp)[:-1] if n in layers]
         if state.amax is not None and len(set(wide)) > 1:
             bad.append(
                 f"gate and up of {name!r} have different amax slots and are cast as one; convert the model again"
@@ -124,13 +131,19 @@ def _names(mlp: FusedGatedMLP) -> list[str]:
     return [f"{state.name}.{name}".lstrip(".") for name in state.layers]
 
 
-def _runs_own_forward(layer: Fp8Linear) -> bool:
-    """True if calling the layer ends in ``Fp8Linear.forward``: its class's, or wrapped on the instance (as a prepared
+def layer_state(layer: nn.Module) -> LayerState:
+    """What every backend keeps on a layer that it made FP8."""
+    state: LayerState = layer.__dict__["_acceler8_layer"]
+    return state
+
+
+def _runs_own_forward(layer: nn.Module) -> bool:
+    """True if calling the layer ends in its FP8 class's forward: as it is, or wrapped on the instance (as a prepared
     model's forward is, or one that the compiler leaves out).
     """
     forward = layer.__dict__.get("forward", layer.forward)
     for _ in range(8):
-        if getattr(forward, "__func__", None) is Fp8Linear.forward:
+        if getattr(forward, "__func__", None) is type(layer).forward:
             return True
         inner = [getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "forward")]
         forward = next((f for f in inner if f is not None), None)
@@ -245,7 +258,13 @@ def _optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], str]:
 
 
 def _step(
-    model: nn.Module, optimizer: Optimizer | None, step: StepFunction, fused: _FusedRuns, *, check_calls: bool
+    model: nn.Module,
+    engine: Backend,
+    optimizer: Optimizer | None,
+    step: StepFunction,
+    fused: _FusedRuns,
+    *,
+    check_calls: bool,
 ) -> tuple[list[str], str]:
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     had_gradient: set[str] = set()
@@ -289,7 +308,7 @@ def _step(
             " acceler8.step(model) behind each optimizer step"
         )
     off, compared = [name for name, schedule in state.schedules.items() if not schedule.is_on], clock.ticks
-    stale, used, idle = _codes_used(model, step, fused)
+    stale, used, idle = _codes_used(model, engine, step, fused)
     bad += stale
     if idle and check_calls:
         bad.append(
@@ -331,7 +350,9 @@ class _Rates:
         self.of = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
 
 
-def _codes_used(model: nn.Module, step: StepFunction, fused: _FusedRuns) -> tuple[list[str], int, list[str]]:
+def _codes_used(
+    model: nn.Module, engine: Backend, step: StepFunction, fused: _FusedRuns
+) -> tuple[list[str], int, list[str]]:
     """Run ``step`` and compare each layer's first forward in it with one that casts the weight afresh.
 
     ``(violations, layers compared, layers not called)``.
@@ -344,17 +365,18 @@ def _codes_used(model: nn.Module, step: StepFunction, fused: _FusedRuns) -> tupl
             names = [f"{name}.{part}".lstrip(".") for part in mlp._acceler8_fusion.layers]
             in_mlps.update(names)
             handles.append(mlp.register_forward_hook(_CompareFused(names, seen, bad), prepend=True))
-    for name, layer in fp8_layers(model):
-        state = layer._acceler8_layer
+    for name, layer in engine.layers(model):
+        state = layer_state(layer)
         if not state.recipe.fprop.is_fp8 or type(state.codes) is not WeightCodes:
             continue  # no codes, or a sharding engine's, whose weight is not there to cast
         watched.append(name)
         if name in in_mlps:
             continue
         # before the user's own hooks, which may change the output
-        handles.append(layer.register_forward_hook(_CompareOutput(name, seen, bad), prepend=True))
+        handles.append(layer.register_forward_hook(_CompareOutput(engine, name, seen, bad), prepend=True))
     try:
-        step()
+        with torch.compiler.set_stance("force_eager"):  # compiled code does not call hooks that come behind it
+            step()
     finally:
         for handle in handles:
             handle.remove()
@@ -464,26 +486,19 @@ class _CompareFused:
 class _CompareOutput:
     """Forward hook: the layer's output must be, bit for bit, the one that fresh weight codes give."""
 
-    def __init__(self, name: str, seen: set[str], bad: list[str]) -> None:
-        self.name, self.seen, self.bad = name, seen, bad
+    def __init__(self, engine: Backend, name: str, seen: set[str], bad: list[str]) -> None:
+        self.engine, self.name, self.seen, self.bad = engine, name, seen, bad
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(layer, Fp8Linear)
-        state = layer._acceler8_layer
         if self.name in self.seen or not layer.training or not args:
             return
         self.seen.add(self.name)
-        slots = state.slots
         with torch.no_grad():
-            if not state.is_fp8(training=True):  # outside the window of FP8 steps
-                expected = F.linear(args[0], layer.weight, layer.bias)
+            if not layer_state(layer).is_fp8(training=True):  # outside the window of FP8 steps
+                expected: Tensor | None = F.linear(args[0], layer.weight, layer.bias)  # type: ignore[arg-type]
             else:
-                expected = linear(
-                    args[0],
-                    layer.weight,
-                    layer.bias,
-                    recipe=state.recipe,
-                    slots=slots if slots is None else slots._replace(records=False),
-                )
+                expected = self.engine.expected_output(layer, args[0])
+        if expected is None:
+            return
         if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
             self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")

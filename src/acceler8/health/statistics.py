@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acceler8.errors import NonFiniteError
+from acceler8.errors import NonFiniteError, PlanError
 from acceler8.functional.call import Observer
 from acceler8.kernels import CastStatistics, read_statistics
 from acceler8.nn import fp8_layers, state_of
@@ -93,9 +93,14 @@ def record_statistics(model: nn.Module) -> Iterator[Statistics]:
     Costs a few reductions a cast and no host synchronisation until the result is read. Casts of weights whose
     codes an open window kept do not happen, so they are not recorded. A compiled model runs its FP8 layers
     eagerly inside; one compiled with ``fullgraph=True`` cannot, and PyTorch says so.
-    Raises: PlanError if the model is not converted.
+    Raises: PlanError if the model is not converted, or by another backend than the native one.
     """
-    state_of(model)
+    backend = state_of(model).backend
+    if backend != "native":
+        raise PlanError(
+            f"record_statistics got a model of backend {backend!r}, which casts inside its library; allowed: native;"
+            " plan the model with backend='native' to look at its casts"
+        )
     statistics = Statistics()
     layers = [(name, layer._acceler8_layer) for name, layer in fp8_layers(model)]
     before = [state.observer for _, state in layers]

@@ -17,6 +17,7 @@ from acceler8.nn.head_loss import FusedHeadLoss, HeadLossState, fused_heads
 from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
+    converted_layers,
     find_state,
     find_states,
     fp8_layers,
@@ -39,6 +40,7 @@ __all__ = [
     "ModelState",
     "NormKind",
     "NormState",
+    "converted_layers",
     "find_state",
     "find_states",
     "fp8_layers",

@@ -4,12 +4,12 @@ be called as it is.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_CLASSES = "_acceler8_classes"
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -43,16 +43,19 @@ def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) ->
 class AuthorsClass:
     """Classes with a mixin in front of an author's, the same one for the same author's each time."""
 
-    def __init__(self, mixin: type[nn.Module]) -> None:
-        self._mixin = mixin
+    def __init__(self, mixin: type[nn.Module], prefix: str = "Fp8") -> None:
+        self._mixin, self._prefix = mixin, prefix
         self._made: dict[type[nn.Module], type[nn.Module]] = {}
+        setattr(mixin, _CLASSES, self)
 
     def of(self, author: type[nn.Module]) -> type[nn.Module]:
         """The class for modules of the author's class."""
         made = self._made.get(author)
         if made is None:
             bases = (self._mixin, author)
-            made = self._made[author] = type(f"Fp8{author.__name__}", bases, {"__module__": author.__module__})
+            made = self._made[author] = type(
+                f"{self._prefix}{author.__name__}", bases, {"__module__": author.__module__}
+            )
         return made
 
     def rebuild(self, author: type[nn.Module]) -> nn.Module:
@@ -61,12 +64,12 @@ class AuthorsClass:
         return made.__new__(made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is pickled is a reference to the one that the mixin's module holds."""
+        """What is pickled is a reference to the one that the mixin holds."""
         return _classes_of, (self._mixin,)
 
 
 def _classes_of(mixin: type[nn.Module]) -> AuthorsClass:
-    found: AuthorsClass = sys.modules[mixin.__module__]._classes
+    found: AuthorsClass = getattr(mixin, _CLASSES)
     return found
 
 

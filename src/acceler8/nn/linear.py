@@ -45,6 +45,11 @@ class LayerState:
     schedule: Schedule | None = None
     unmarked_calls: int = 0
 
+    @property
+    def keeps_history(self) -> bool:
+        """True if its scales come from amaxes of earlier steps."""
+        return self.amax is not None
+
     def is_fp8(self, training: bool) -> bool:
         """True if a forward now computes by the recipe: in its schedule's window, and evaluations if they are to."""
         in_window = self.schedule is None or self.schedule.is_on
@@ -58,7 +63,7 @@ class LayerState:
 
     def count_unmarked_call(self) -> None:
         """Without step boundaries delayed scaling silently is current scaling, and a schedule stands: say so, once."""
-        if (self.amax is None and self.schedule is None) or self.clock.ticks:
+        if not (self.keeps_history or self.schedule) or self.clock.ticks:
             return
         self.unmarked_calls += 1
         if self.unmarked_calls == _UNMARKED_CALLS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from acceler8.errors import PlanError
-from acceler8.nn.linear import Fp8Linear
+from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.scaling import LINE, AmaxState, Schedule, StepClock
 
 ATTRIBUTE = "_acceler8_model"
+LAYER_ATTRIBUTE = "_acceler8_layer"
 
 
 @dataclass
@@ -30,7 +31,12 @@ class ModelState:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     """Of each FP8 layer, by name; layers that change together share one. Empty: FP8 in every step."""
     codes: list[Any] = field(default_factory=list)
+    """Caches of cast weights, which owners of windows open and close: ``acceler8.backends.Window``."""
     attached: list[Any] = field(default_factory=list)
+    on_step: list[Callable[[], None]] = field(default_factory=list)
+    """What the backend does at each step boundary, behind the dropping of codes."""
+    evaluates_in_fp8: bool = False
+    """True inside ``evaluate_in_fp8``."""
 
     def drop_codes(self) -> None:
         """Step boundary: weights changed, so kept codes go; open windows stay open."""
@@ -42,6 +48,8 @@ class ModelState:
         if self.amax is not None:
             self.clock.subscribe(self.amax.update)
         self.clock.subscribe(self.drop_codes)
+        for on_step in self.on_step:
+            self.clock.subscribe(on_step)
         self.clock.watch_weights(self.drop_codes)
         for schedule in self.own_schedules():
             self.clock.follow(schedule.follow)
@@ -53,6 +61,8 @@ class ModelState:
         if self.amax is not None:
             self.clock.unsubscribe(self.amax.update)
         self.clock.unsubscribe(self.drop_codes)
+        for on_step in self.on_step:
+            self.clock.unsubscribe(on_step)
         self.clock.unwatch_weights(self.drop_codes)
         for schedule in self.own_schedules():
             self.clock.unfollow(schedule.follow)
@@ -94,8 +104,15 @@ def state_of(model: nn.Module) -> ModelState:
     return states[0]
 
 
+def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``(name, layer)`` of every layer that some backend made FP8, names as in ``model.named_modules()``."""
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get(LAYER_ATTRIBUTE), LayerState):
+            yield name, module
+
+
 def fp8_layers(model: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
-    """``(name, layer)`` of every converted layer, names as in ``model.named_modules()``."""
+    """``(name, layer)`` of every layer of the native backend, names as in ``model.named_modules()``."""
     for name, module in model.named_modules():
         if isinstance(module, Fp8Linear):
             yield name, module

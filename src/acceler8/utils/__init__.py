@@ -45,6 +45,19 @@ if TYPE_CHECKING:
     from acceler8.accelerator.nested import send_to_device
     from acceler8.accelerator.seeding import set_seed
     from acceler8.checkpoint.project import ProjectConfiguration
+    from acceler8.utils.ao import (
+        convert_model_to_fp8_ao,
+        filter_first_and_last_linear_layers,
+        filter_linear_layers,
+        find_first_last_linear_layers,
+        has_ao_layers,
+    )
+    from acceler8.utils.transformer_engine import (
+        apply_fp8_autowrap,
+        contextual_fp8_autocast,
+        convert_model,
+        has_transformer_engine_layers,
+    )
 
 __all__ = [
     "AORecipeKwargs",
@@ -71,7 +84,16 @@ __all__ = [
     "ProjectConfiguration",
     "TERecipeKwargs",
     "TorchDynamoPlugin",
+    "apply_fp8_autowrap",
     "check_cuda_fp8_capability",
+    "contextual_fp8_autocast",
+    "convert_model",
+    "convert_model_to_fp8_ao",
+    "filter_first_and_last_linear_layers",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
+    "has_ao_layers",
+    "has_transformer_engine_layers",
     "is_fp8_available",
     "is_msamp_available",
     "is_torchao_available",
@@ -86,6 +108,15 @@ __all__ = [
 # whose modules need PyTorch, for which the others do not wait
 _LATER = {
     "ProjectConfiguration": "acceler8.checkpoint.project",
+    "apply_fp8_autowrap": "acceler8.utils.transformer_engine",
+    "contextual_fp8_autocast": "acceler8.utils.transformer_engine",
+    "convert_model": "acceler8.utils.transformer_engine",
+    "convert_model_to_fp8_ao": "acceler8.utils.ao",
+    "filter_first_and_last_linear_layers": "acceler8.utils.ao",
+    "filter_linear_layers": "acceler8.utils.ao",
+    "find_first_last_linear_layers": "acceler8.utils.ao",
+    "has_ao_layers": "acceler8.utils.ao",
+    "has_transformer_engine_layers": "acceler8.utils.transformer_engine",
     "send_to_device": "acceler8.accelerator.nested",
     "set_seed": "acceler8.accelerator.seeding",
 }

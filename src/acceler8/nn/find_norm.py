@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from acceler8.conversion.twin import ONE_AT_A_TIME, contents, twin_of
 from acceler8.kernels.norm import DEFAULT_EPS, norm_backward_ref, norm_ref
-from acceler8.nn import NormKind
+from acceler8.nn.norm import NormKind
+from acceler8.nn.twin import ONE_AT_A_TIME, contents, twin_of
 
 WIDEST = 16384  # of rows that the kernels hold whole
 _ELEMENTS = 8192
