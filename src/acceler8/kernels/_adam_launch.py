@@ -84,6 +84,11 @@ class AdamLaunches:
         with torch.cuda.device(self.device) if self._index >= 0 else nullcontext():
             stream = stream_of(self._index)
             is_captured = self._index >= 0 and torch.cuda.is_current_stream_capturing()
+            if is_captured and self._chunks is None:
+                raise GradientError(
+                    "an optimizer step was captured in a CUDA graph before it ran; allowed: after an eager step over"
+                    " the same parameters, which makes state and tables; run one or more as warm-up, on a side stream"
+                )
             told = self._tell(rows, groups, grad_scale, found_inf, is_captured)
             table, numbers = address(told), address(self._numbers)
             count = self._launches.get((len(rows),), partial(self._count_launch, len(rows)))
@@ -139,8 +144,8 @@ class AdamLaunches:
             return host.pin_memory().to(self.device, non_blocking=True)
         if self._spare is None or self._spare.numel() < len(table):
             raise GradientError(
-                "an optimizer step was captured in a CUDA graph before it ran; allowed: after an eager step over the"
-                " same parameters, which makes state and tables; run one or more steps as warm-up, on a side stream"
+                "an optimizer step was captured in two CUDA graphs without an eager step between them; allowed: one"
+                " after each capture, for memory that the host shares can't be got during one"
             )
         pinned, self._spare = self._spare[: len(table)], None
         pinned.copy_(host)
@@ -152,10 +157,14 @@ class AdamLaunches:
         numels = by_row[:, _NUMEL]
         is_aligned = (np.bitwise_or.reduce(by_row[:, _ELEMENTWISE], axis=1) & 15) == 0
         key = (tuple(kinds), tuple(numels.tolist()), tuple(is_aligned.tolist()))
-        if self._numbers.numel() != len(kinds) * NUMBERS:
-            self._numbers = torch.empty(len(kinds) * NUMBERS, dtype=torch.int32, device=self.device)
         if self._chunks is not None and self._chunks.key == key:
             return
+        if is_captured:  # a copy from memory that is not pinned would wait, and kernels may have to be compiled
+            raise GradientError(
+                "an optimizer step over other parameters or gradients of another dtype than before was captured in a"
+                " CUDA graph; allowed: those of the last eager step; run the step eagerly once more"
+            )
+        self._numbers = torch.empty(len(kinds) * NUMBERS, dtype=torch.int32, device=self.device)
         members: dict[tuple[AdamKind, bool], list[int]] = {}
         for index, (kind, aligned) in enumerate(zip(kinds, is_aligned.tolist(), strict=True)):
             members.setdefault((kind, aligned), []).append(index)
@@ -169,11 +178,6 @@ class AdamLaunches:
             entries[:, 0] = np.repeat(indices, counts)
             entries[:, 1] = np.arange(programs) - np.repeat(np.cumsum(counts) - counts, counts)
             made = self._launches.get((kind, aligned, programs), partial(self._launch, kind, aligned, programs))
-            if is_captured:  # a copy from memory that is not pinned would wait
-                raise GradientError(
-                    "an optimizer step over other parameters or other gradient dtypes than before was captured in a"
-                    " CUDA graph; allowed: those of the last eager step; run the step eagerly once more"
-                )
             launches.append((made, torch.from_numpy(entries.reshape(-1)).to(self.device)))
         self._chunks = _Chunks(key, launches)
 
