@@ -72,7 +72,9 @@ class AdamKind(NamedTuple):
 
 
 class AdamTensors(NamedTuple):
-    """A parameter with its gradient and state: plain, contiguous, on one device; None where a format has none.
+    """A parameter with its gradient and state: plain, on one device; None where a format has none.
+
+    All lie in memory without gaps and in the same order; contiguous, where a format has blocks.
 
     Shapes: those of the parameter; scales [ceil(n / 128)] FP32; step [] FP32.
     """
@@ -197,7 +199,8 @@ def adam_ref(row: AdamRow, numbers: AdamNumbers, grad_scale: float = 1.0) -> Non
     tensors, kind = row.tensors, row.kind
     tensors.step.add_(1)
     scalars = _scalars(int(tensors.step), row.number, numbers, grad_scale)
-    flat = [t.reshape(-1) if t is not None else None for t in tensors[:8]]
+    # in the order of memory, as kernels go: a view, also of a tensor that is dense but not contiguous
+    flat = [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors[:8]]
     for start in range(0, tensors.param.numel(), _SLICE):
         part = [
             None if t is None else t[start // BLOCK :][: _SLICE // BLOCK] if name.endswith("scale") else

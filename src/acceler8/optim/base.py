@@ -123,6 +123,11 @@ class StateFormatsOptimizer(Optimizer):
         elif formats.master not in ("none", "stochastic") and "master" not in state:
             state.update(new_master(p, formats.master))
         param = local(p)
+        if not param.is_contiguous() and not _has_no_gaps(param):
+            raise ShapeError(
+                f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
+                " or overlaps, in any order; make it p.contiguous() before the optimizer is built"
+            )
         return Row(p, param, _gradient(p, grad, param), state, formats, group, self._numbers[p])
 
     def _make_state(self, p: Tensor, state: dict[str, Any], formats: StateFormats) -> None:
@@ -206,6 +211,16 @@ class Row:
     ) -> None:
         self.owner, self.param, self.grad, self.state = owner, param, grad, state
         self.formats, self.group, self.number = formats, group, number
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """True if each element of its span of memory is one of its own, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _gradient(p: Tensor, grad: Tensor, param: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ def convert(
             f"load_state_dict got groups of {[len(group['params']) for group in groups]} parameters; this optimizer has"
             f" {[len(group['params']) for group in current]}; build it with the groups that were saved"
         )
-    _check_kind(optimizer, groups)
     numbers = [number for group in groups for number in group["params"]]
     order = dict(zip(numbers, (p for group in current for p in group["params"]), strict=True))
     state: defaultdict[Any, Any] = defaultdict(dict)
@@ -65,6 +64,7 @@ def convert(
             state[number] = values
         elif values:
             state[order[number]] = _convert_one(optimizer, order[number], values, f"parameter {number}:")
+    _check_kind(optimizer, groups)
     keep = {"params", *format_options(optimizer)}
     merged = [
         {**own, **{key: value for key, value in group.items() if key not in keep}}
