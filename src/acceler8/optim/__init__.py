@@ -7,6 +7,7 @@ from acceler8.optim.base import Row, StateFormatsOptimizer
 from acceler8.optim.groups import parameter_groups
 from acceler8.optim.state import Moment
 from acceler8.optim.summary import StateSummary, SummaryRow
+from acceler8.optim.watch import StateHealth, StateWatch, watch_states
 
 __all__ = [
     "Adam",
@@ -14,7 +15,10 @@ __all__ = [
     "Moment",
     "Row",
     "StateFormatsOptimizer",
+    "StateHealth",
     "StateSummary",
+    "StateWatch",
     "SummaryRow",
     "parameter_groups",
+    "watch_states",
 ]
