@@ -10,7 +10,7 @@ it and takes the other codes along. A master weight wants the opposite: what is 
 ``FP16_POW2`` has powers of two.
 
 Blocks run along the flattened tensor; the last may be shorter. A block whose amax is NaN or inf gets scale 1, and what
-was not finite becomes NaN, in sight and confined to the block. Below 2**-100 amax counts as that, so that scale and
+was not finite becomes NaN, in sight and confined to the block (in UE5M3 also what is above 61440 there). Below 2**-100 amax counts as that, so that scale and
 inverse stay normal FP32 numbers: with squared gradients as small as 1e-30, eps has long decided the step.
 """
 
@@ -74,9 +74,7 @@ def encode_blocks(x: Tensor, code: BlockCode) -> tuple[Tensor, Tensor]:
     flat = x.reshape(-1)
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale, scale_inv = _scales(blocks.abs().amax(1), code)
-    y = blocks * scale[:, None]
-    y = torch.where(blocks.isfinite(), y.clamp(-code.max, code.max), math.nan)
-    codes = _round(y, blocks, code).view(-1)[: flat.numel()]
+    codes = _round(blocks * scale[:, None], blocks, code).view(-1)[: flat.numel()]
     return codes.view(x.shape), scale_inv
 
 
@@ -110,8 +108,9 @@ def _scales(amax: Tensor, code: BlockCode) -> tuple[Tensor, Tensor]:
 
 
 def _round(y: Tensor, x: Tensor, code: BlockCode) -> Tensor:
-    if code is UE5M3_BLOCK:
-        return encode_ue5m3(y, keep_nonzero=True)
+    if code is UE5M3_BLOCK:  # y was x times a positive number, and where that left zero x itself may be above it
+        return encode_ue5m3(torch.where((x > 0) & (y == 0), UE5M3.min_subnormal, y), keep_nonzero=True)
+    y = torch.where(x.isfinite(), y.clamp(-code.max, code.max), math.nan)
     if code is E4M3_BLOCK:
         return encode(y, E4M3)
     if code.is_unsigned:

@@ -3,13 +3,14 @@
 A code is ``exponent (5) | mantissa (3)``: E4M3's precision and E5M2's range in one byte, for the bit that would be the
 sign is an exponent bit. It is FP16 without its sign and its last seven mantissa bits, so a code shifted left by seven
 *is* the FP16 number, and hardware decodes it. 61440 is the largest number, 2**-17 the smallest above zero; as in FP16,
-the highest exponent is not finite, and 0xFF is the one NaN that is written.
+the highest exponent is not finite, and 0xFF is the one NaN that is written. Nothing saturates: what is too large is
+NaN, in sight, and a block's scale leaves nothing too large.
 
 A second moment that is rounded to zero divides its first moment by eps alone: one such element in ten thousand makes an
 update hundreds of times too large. So with ``keep_nonzero`` nothing but zero becomes zero: what lies below the smallest
 number becomes it, and errs towards a smaller step.
 
-Source: FP16 is IEEE 754-2008 binary16; rounding and saturation as for E4M3 (OFP8 1.0, section 5.2).
+Source: FP16 is IEEE 754-2008 binary16.
 """
 
 from __future__ import annotations
@@ -42,35 +43,27 @@ class UnsignedFormat:
 UE5M3 = UnsignedFormat("UE5M3", 5, 3, 15, 61440.0, 2.0**-14, 2.0**-17, 0xFF)
 
 _SHIFT = 23 - UE5M3.mantissa_bits
-_REBIAS = (127 - UE5M3.bias) << UE5M3.mantissa_bits
-_MIN_NORMAL_BITS = (127 + 1 - UE5M3.bias) << 23
-# An FP32 number whose ulp is min_subnormal: adding it makes the FP32 adder round subnormal numbers.
-_MAGIC_BITS = (127 + (1 - UE5M3.bias - UE5M3.mantissa_bits) + 23) << 23
-_MAGIC = 2.0 ** (1 - UE5M3.bias - UE5M3.mantissa_bits + 23)
+_REBIAS = 2.0 ** (UE5M3.bias - 127)
 
 
 def encode_ue5m3(x: Tensor, *, keep_nonzero: bool = False) -> Tensor:
     """Round numbers from 0 to UE5M3.
 
     Shape: any FP32 -> same shape, uint8. Dimensionless.
-    Numerics: round to nearest even; above 61440 saturates; below 0 becomes 0; NaN and inf become 0xFF. With
-        ``keep_nonzero`` whatever is above 0 becomes at least code 1.
+    Numerics: round to nearest even, below 2**-14 after rounding to a multiple of 2**-37; what rounds above 61440, NaN
+        and inf become 0xFF, and so does what is below 0. With ``keep_nonzero`` whatever is above 0 becomes at least 1.
     Raises: DtypeError if ``x`` is not FP32.
     """
     if x.dtype != torch.float32:
         raise DtypeError(f"encode_ue5m3 got {x.dtype}; allowed: torch.float32; convert it with .float() first")
-    bits = x.contiguous().view(torch.int32)
-    y = x.clamp(0.0, UE5M3.max)
-    magnitude = y.view(torch.int32)
-    # Half an ulp, and the parity bit for ties, then cut: a carry runs into the exponent, as it should.
-    rounded = magnitude + ((1 << (_SHIFT - 1)) - 1) + ((magnitude >> _SHIFT) & 1)
-    normal = (rounded >> _SHIFT) - _REBIAS
-    subnormal = (y + _MAGIC).view(torch.int32) - _MAGIC_BITS
-    code = torch.where(magnitude >= _MIN_NORMAL_BITS, normal, subnormal)
+    # With UE5M3's bias in FP32, subnormal numbers are FP32's: one rounding serves both. Half an ulp, and the parity bit
+    # for ties, then cut: a carry runs into the exponent, as it should.
+    bits = (x.contiguous() * _REBIAS).view(torch.int32)
+    code = (bits + ((1 << (_SHIFT - 1)) - 1) + ((bits >> _SHIFT) & 1)) >> _SHIFT
     if keep_nonzero:
         code = torch.where(x > 0, code.clamp(min=1), code)
-    is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
-    return torch.where(is_finite, code, UE5M3.nan_code).to(torch.uint8)
+    code = torch.where((code >= 0) & (code < 0xF8), code, UE5M3.nan_code)
+    return torch.where(x == 0, 0, code).to(torch.uint8)  # -0 has the bits of a negative number
 
 
 def decode_ue5m3(codes: Tensor) -> Tensor:
