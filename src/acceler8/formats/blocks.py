@@ -10,8 +10,9 @@ it and takes the other codes along. A master weight wants the opposite: what is 
 ``FP16_POW2`` has powers of two.
 
 Blocks run along the flattened tensor; the last may be shorter. A block whose amax is NaN or inf gets scale 1, and what
-was not finite becomes NaN, in sight and confined to the block (in UE5M3 also what is above 61440 there). Below 2**-100 amax counts as that, so that scale and
-inverse stay normal FP32 numbers: with squared gradients as small as 1e-30, eps has long decided the step.
+was not finite becomes NaN, in sight and confined to the block (in UE5M3 also what is above 61440 there). Below 2**-100
+amax counts as that, so that scale and inverse stay normal FP32 numbers: with squared gradients as small as 1e-30, eps
+has long decided the step.
 """
 
 from __future__ import annotations
