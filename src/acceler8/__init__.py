@@ -34,6 +34,7 @@ _EXPORTS: dict[str, str] = {
     "fused_head_loss": "acceler8.conversion",
     "head_loss": "acceler8.functional",
     "load_fp8_state_dict": "acceler8.nn",
+    "optim": "acceler8.optim",
     "plan": "acceler8.conversion",
     "record_statistics": "acceler8.health",
     "restore": "acceler8.conversion",
@@ -43,7 +44,11 @@ _EXPORTS: dict[str, str] = {
     "window": "acceler8.conversion",
 }
 
+# Offered as they are: `acceler8.optim.AdamW` beside `torch.optim.AdamW`.
+_SUBMODULES = frozenset({"optim"})
+
 if TYPE_CHECKING:
+    from acceler8 import optim
     from acceler8.accelerator import Accelerator
     from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
     from acceler8.conversion.graphed_step import GraphedStep
@@ -94,6 +99,7 @@ __all__ = [
     "fused_head_loss",
     "head_loss",
     "load_fp8_state_dict",
+    "optim",
     "plan",
     "record_statistics",
     "restore",
@@ -108,7 +114,9 @@ def __getattr__(name: str) -> Any:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'acceler8' has no attribute {name!r}; it offers: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(module), name)
+    value = importlib.import_module(module)
+    if name not in _SUBMODULES:
+        value = getattr(value, name)
     globals()[name] = value
     return value
 

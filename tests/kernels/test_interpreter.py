@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param({"test_triton": ("", 100)}, id="triton"),
         pytest.param(
             {
+                "test_adam": ("kernel_gives or launches", 8),
                 "test_concatenated": ("", 20),
                 "test_cross_entropy": ("", 15),
                 "test_dequantize": ("", 35),

@@ -119,6 +119,7 @@ def rebuild_state_dict(
             f"the checkpoint holds the state of {saved['kind']}, the optimizer is {_kind(optimizer)}; build "
             "the one that was saved, or restore without optimizer to start with a fresh one"
         )
+    _check_codes(saved, optimizer)
     names = group_names(model, optimizer)
     _check_names(saved, names)
     packed = optimizer.state_dict()["param_groups"]
@@ -295,6 +296,20 @@ def _options(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         if key != "param_names" or key in current
     }
     return options | {key: current[key] for key in ("param_names", "params") if key in current}
+
+
+def _check_codes(saved: dict[str, Any], optimizer: Optimizer) -> None:
+    """Codes with scales beside them are numbers to nobody else, and FP16 or FP8 codes would pass for some."""
+    ours = "acceler8.optim."
+    if not str(saved["kind"]).startswith(ours) or _kind(optimizer).startswith(ours):
+        return
+    coded = {key for values in saved["state"].values() for key in values if key.endswith("_scale") or key == "master"}
+    if coded:
+        raise CheckpointError(
+            f"the checkpoint holds the codes of {saved['kind']} ({', '.join(sorted(coded))}), which {_kind(optimizer)}"
+            " would read as numbers; allowed: the optimizer that was saved; load it there and give its"
+            " export_state_dict() to the other"
+        )
 
 
 def _check_names(saved: dict[str, Any], names: list[list[str]]) -> None:

@@ -1,0 +1,294 @@
+"""The two kernels of ``adam.py``: the numbers of a step, one parameter a program; then all elements, one launch a kind.
+
+What differs from tensor to tensor is in a table on the device, a row a parameter: addresses, elements, and which of
+the optimizer's groups it is in. A program of the second kernel reads which row and which chunk of it are its own. Its
+blocks of 128 lie in its registers, so it knows their new amax before it stores a code: one pass, and nothing in FP32
+anywhere but there.
+"""
+
+from __future__ import annotations
+
+from acceler8.formats import BLOCK_AMAX_FLOOR
+from acceler8.kernels._triton import (
+    as_fp32,
+    constexpr,
+    decode_e4m3,
+    encode,
+    jit,
+    magnitude_bits,
+    rounded_to,
+    tl,
+)
+
+HEADER = 2  # int64 before the rows: addresses of found_inf and grad_scale, 0 for none
+COLUMNS = (
+    *("param", "grad", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "master", "master_scale"),
+    *("step", "numel", "group", "number"),
+)
+GROUP_COLUMNS = ("lr", "lr_address", "beta1", "beta2", "eps", "weight_decay", "sign", "decoupled")
+NUMBERS = 16  # int32 a parameter, in the order in which the first kernel stores them; a cache line
+
+# How a tensor is stored, as the kernel's constants say it.
+FP32, BF16, FP16, FP8 = 0, 1, 2, 3
+NONE, STOCHASTIC, MASTER_FP32, REMAINDER, MASTER_FP16 = 0, 1, 2, 3, 4
+
+_HEADER, _COLUMNS, _GROUP_COLUMNS = constexpr(HEADER), constexpr(len(COLUMNS)), constexpr(len(GROUP_COLUMNS))
+_NUMBERS, _FLOOR = constexpr(NUMBERS), constexpr(BLOCK_AMAX_FLOOR)
+_BF16, _FP16, _FP8 = constexpr(BF16), constexpr(FP16), constexpr(FP8)
+_NONE, _STOCHASTIC, _MASTER_FP32 = constexpr(NONE), constexpr(STOCHASTIC), constexpr(MASTER_FP32)
+_REMAINDER, _MASTER_FP16 = constexpr(REMAINDER), constexpr(MASTER_FP16)
+_FP16_LEAST = constexpr(2.0**-24)
+# lowbias32's and the seed's factors, as the signed numbers that int32 arithmetic takes
+_FIRST, _SECOND, _GOLDEN = constexpr(0x7FEB352D), constexpr(0x846CA68B - 2**32), constexpr(0x9E3779B9 - 2**32)
+
+
+@jit
+def _hash32(x):  # type: ignore[no-untyped-def]
+    """lowbias32, as ``formats.rounding`` has it."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _FIRST
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _SECOND
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@jit
+def _power(beta, exponent):  # type: ignore[no-untyped-def]
+    """``beta ** exponent`` in FP64 by squaring, the products of ``adam.power`` in its order."""
+    result, base = beta * 0.0 + 1.0, beta
+    for _ in range(31):
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@jit
+def _bits(x):  # type: ignore[no-untyped-def]
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@jit
+def adam_numbers_kernel(table_ptr, numbers_ptr, row_count):  # type: ignore[no-untyped-def]
+    """Advance one parameter's step, unless a gradient was not finite, and store the FP32 numbers of its update."""
+    row_index = tl.program_id(0)
+    row = table_ptr + _HEADER + row_index * _COLUMNS
+    found_inf, grad_scale = tl.load(table_ptr), tl.load(table_ptr + 1)
+    found = tl.load(found_inf.to(tl.pointer_type(tl.float32)), mask=found_inf != 0, other=0.0)
+    divisor = tl.load(grad_scale.to(tl.pointer_type(tl.float32)), mask=grad_scale != 0, other=1.0)
+    step_ptr = tl.load(row + 8).to(tl.pointer_type(tl.float32))
+    number = tl.load(row + 11).to(tl.int32)
+    group = table_ptr + _HEADER + row_count * _COLUMNS + tl.load(row + 10) * _GROUP_COLUMNS
+    values = group.to(tl.pointer_type(tl.float64), bitcast=True)
+    lr_address = tl.load(group + 1)
+    lr = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=lr_address != 0, other=0.0).to(tl.float64)
+    lr = tl.where(lr_address != 0, lr, tl.load(values))
+    beta1, beta2, eps = tl.load(values + 2), tl.load(values + 3), tl.load(values + 4)
+    weight_decay, sign, decoupled = tl.load(values + 5), tl.load(values + 6), tl.load(values + 7)
+
+    is_skipped = found != 0.0
+    step = tl.load(step_ptr) + tl.where(is_skipped, 0.0, 1.0)
+    tl.store(step_ptr, step)
+    n = step.to(tl.int32)
+    one = beta1 * 0.0 + 1.0
+    correction1, correction2 = one - _power(beta1, n), one - _power(beta2, n)
+    out = numbers_ptr + row_index * _NUMBERS
+    tl.store(out + 0, tl.where(is_skipped, 1, 0))
+    tl.store(out + 1, _hash32(number * _GOLDEN + n))
+    tl.store(out + 2, _bits(sign / divisor.to(tl.float64)))
+    tl.store(out + 3, _bits(one - beta1))
+    tl.store(out + 4, _bits(beta2))
+    tl.store(out + 5, _bits(one - beta2))
+    tl.store(out + 6, _bits(eps))
+    tl.store(out + 7, _bits(one / tl.sqrt(correction2)))
+    tl.store(out + 8, _bits(lr / correction1))
+    tl.store(out + 9, _bits(tl.where(decoupled != 0.0, one - lr * weight_decay, one)))
+    tl.store(out + 10, _bits(tl.where(decoupled != 0.0, one * 0.0, weight_decay)))
+
+
+@jit
+def _at(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pointer in a column. ALIGNED: it and the number of elements are multiples of 16."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _block_scale(amax_bits, MAX: tl.constexpr, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``(scale, scale_inv)`` of ``formats.blocks``, bit for bit."""
+    is_finite = amax_bits < 0x7F800000
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    amax = tl.where(is_finite & (amax > _FLOOR), amax, _FLOOR)
+    if POW2:
+        exponent = amax.to(tl.int32, bitcast=True) >> 23
+        scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+        scale_inv = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    else:
+        most = tl.zeros_like(amax) + MAX
+        scale, scale_inv = tl.div_rn(most, amax), tl.div_rn(amax, most)
+    return tl.where(is_finite, scale, 1.0), tl.where(is_finite, scale_inv, 1.0)
+
+
+@jit
+def _to_fp16(x, scale, MAX: tl.constexpr, UNSIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    y = x * scale
+    y = tl.where(y > MAX, MAX, y)
+    y = tl.where(y < -MAX, -MAX, y)
+    if UNSIGNED:
+        y = tl.where((x > 0.0) & (y < _FP16_LEAST), _FP16_LEAST, y)
+    return tl.where(magnitude_bits(x) < 0x7F800000, y, float("nan")).to(tl.float16)
+
+
+@jit
+def _to_ue5m3(x, scale):  # type: ignore[no-untyped-def]
+    """``encode_ue5m3(x * scale, keep_nonzero=True)`` of numbers that are not below 0, in nine instructions."""
+    bits = (x * scale * 1.925929944387236e-34).to(tl.int32, bitcast=True)  # 2**-112, the difference of the biases
+    code = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    code = tl.maximum(code, tl.minimum(x.to(tl.int32, bitcast=True), 1))
+    return tl.where(code.to(tl.uint32, bitcast=True) > 0xF7, 0xFF, code).to(tl.uint8)
+
+
+@jit
+def _round_stochastic(x, bits16):  # type: ignore[no-untyped-def]
+    """FP32 to BF16, up with the probability of the part that is cut."""
+    up = ((x.to(tl.int32, bitcast=True) + bits16) & -0x10000).to(tl.float32, bitcast=True)
+    return rounded_to(tl.where(magnitude_bits(x) < 0x7F800000, up, x), tl.bfloat16)
+
+
+@jit
+def _load_moment(  # type: ignore[no-untyped-def]
+    row, COLUMN: tl.constexpr, at, inside, blocks, block_inside,
+    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A moment in FP32, zeros outside."""
+    if FORMAT == _FP8:
+        codes = tl.load(_at(row, COLUMN, tl.uint8, ALIGNED) + at, mask=inside, other=0)
+        if UNSIGNED:
+            value = (codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            value = decode_e4m3(codes, HARDWARE)
+    elif FORMAT == _FP16:
+        value = as_fp32(tl.load(_at(row, COLUMN, tl.float16, ALIGNED) + at, mask=inside, other=0.0))
+    elif FORMAT == _BF16:
+        value = as_fp32(tl.load(_at(row, COLUMN, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0))
+    else:
+        value = tl.load(_at(row, COLUMN, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+    if FORMAT == _FP8 or FORMAT == _FP16:  # noqa: SIM109  # no tuples in kernels
+        scales = tl.load(_at(row, COLUMN + 1, tl.float32, False) + blocks, mask=block_inside, other=0.0)
+        value = value * scales[:, None]
+    return value
+
+
+@jit
+def _store_moment(  # type: ignore[no-untyped-def]
+    x, bits16, row, COLUMN: tl.constexpr, at, inside, blocks, block_inside,
+    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    if FORMAT == _FP8:
+        MAX: tl.constexpr = 61440.0 if UNSIGNED else 448.0
+        scale, scale_inv = _block_scale(tl.max(magnitude_bits(x), 1), MAX, False)
+        codes = _to_ue5m3(x, scale[:, None]) if UNSIGNED else encode(x, scale[:, None], MAX, False, HARDWARE)
+        tl.store(_at(row, COLUMN, tl.uint8, ALIGNED) + at, codes, mask=inside)
+        tl.store(_at(row, COLUMN + 1, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+    elif FORMAT == _FP16:
+        scale, scale_inv = _block_scale(tl.max(magnitude_bits(x), 1), 65504.0, False)
+        codes = _to_fp16(x, scale[:, None], 65504.0, UNSIGNED)
+        tl.store(_at(row, COLUMN, tl.float16, ALIGNED) + at, codes, mask=inside)
+        tl.store(_at(row, COLUMN + 1, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+    elif FORMAT == _BF16:
+        value = _round_stochastic(x, bits16) if UNSIGNED else rounded_to(x, tl.bfloat16)
+        tl.store(_at(row, COLUMN, tl.bfloat16, ALIGNED) + at, value, mask=inside)
+    else:
+        tl.store(_at(row, COLUMN, tl.float32, ALIGNED) + at, x, mask=inside)
+
+
+@jit
+def _load_weight(  # type: ignore[no-untyped-def]
+    row, at, inside, blocks, block_inside, PARAM: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The weight to update, in FP32."""
+    if MASTER == _MASTER_FP32:
+        weight = tl.load(_at(row, 6, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+    elif MASTER == _MASTER_FP16:
+        scales = tl.load(_at(row, 7, tl.float32, False) + blocks, mask=block_inside, other=0.0)
+        weight = as_fp32(tl.load(_at(row, 6, tl.float16, ALIGNED) + at, mask=inside, other=0.0)) * scales[:, None]
+    elif MASTER == _REMAINDER:
+        high = tl.load(_at(row, 0, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        low = tl.load(_at(row, 6, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        weight = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        weight = as_fp32(tl.load(_at(row, 0, PARAM, ALIGNED) + at, mask=inside, other=0.0))
+    return weight
+
+
+@jit
+def _store_weight(  # type: ignore[no-untyped-def]
+    weight, bits16, row, at, inside, blocks, block_inside,
+    PARAM: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if MASTER == _REMAINDER:
+        raw = weight.to(tl.int32, bitcast=True)
+        raw = tl.where(magnitude_bits(weight) > 0x7F800000, 0x7FC00000, raw)
+        high = ((raw >> 16) & 0xFFFF) + ((raw >> 15) & 1)
+        tl.store(_at(row, 0, tl.int16, ALIGNED) + at, high.to(tl.int16), mask=inside)
+        tl.store(_at(row, 6, tl.int16, ALIGNED) + at, raw.to(tl.int16), mask=inside)
+    else:
+        if MASTER == _MASTER_FP32:
+            tl.store(_at(row, 6, tl.float32, ALIGNED) + at, weight, mask=inside)
+        if MASTER == _MASTER_FP16:
+            weight = tl.where(inside, weight, 0.0)
+            scale, scale_inv = _block_scale(tl.max(magnitude_bits(weight), 1), 32768.0, True)
+            codes = _to_fp16(weight, scale[:, None], 32768.0, False)
+            tl.store(_at(row, 6, tl.float16, ALIGNED) + at, codes, mask=inside)
+            tl.store(_at(row, 7, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+            weight = as_fp32(codes) * scale_inv[:, None]
+        value = _round_stochastic(weight, bits16) if MASTER == _STOCHASTIC else rounded_to(weight, PARAM)
+        tl.store(_at(row, 0, PARAM, ALIGNED) + at, value, mask=inside)
+
+
+@jit
+def _number(numbers, INDEX: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(numbers + INDEX).to(tl.float32, bitcast=True)
+
+
+@jit
+def adam_kernel(  # type: ignore[no-untyped-def]
+    table_ptr, numbers_ptr, chunks_ptr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, MASTER: tl.constexpr,
+    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update BLOCKS blocks of one parameter and its state. FIRST, SECOND, MASTER: how they are stored."""
+    entry = chunks_ptr + 2 * tl.program_id(0)
+    row_index, chunk = tl.load(entry), tl.load(entry + 1)
+    row = table_ptr + _HEADER + row_index * _COLUMNS
+    numbers = numbers_ptr + row_index * _NUMBERS
+    if tl.load(numbers) == 0:
+        numel = tl.load(row + 9)
+        if ALIGNED:
+            numel = tl.multiple_of(numel, 16)
+        blocks = chunk.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        at = (chunk.to(tl.int64) * (BLOCKS * BLOCK) + tl.arange(0, BLOCKS) * BLOCK)[:, None] + tl.arange(0, BLOCK)[
+            None, :
+        ]
+        inside, block_inside = at < numel, blocks * BLOCK < numel
+        random = tl.zeros([BLOCKS, BLOCK], tl.int32)
+        if MASTER == _STOCHASTIC or SECOND == _BF16:
+            random = _hash32(at.to(tl.int32) ^ tl.load(numbers + 1))
+
+        gradient = as_fp32(tl.load(_at(row, 1, GRAD, ALIGNED) + at, mask=inside, other=0.0)) * _number(numbers, 2)
+        weight = _load_weight(row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)
+        first = _load_moment(row, 2, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
+        second = _load_moment(row, 4, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
+        if not DECOUPLED:
+            gradient = gradient + weight * _number(numbers, 10)
+        first = first + (gradient - first) * _number(numbers, 3)
+        second = second * _number(numbers, 4) + gradient * gradient * _number(numbers, 5)
+        root = tl.sqrt_rn(second) * _number(numbers, 7) + _number(numbers, 6)
+        if DECOUPLED:
+            weight = weight * _number(numbers, 9)
+        weight = weight - tl.div_rn(first, root) * _number(numbers, 8)
+
+        _store_moment(first, random, row, 2, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
+        above = (random >> 16) & 0xFFFF
+        _store_moment(second, above, row, 4, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
+        _store_weight(weight, random & 0xFFFF, row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)

@@ -1,0 +1,146 @@
+"""Adam and AdamW with state in FP8, FP16, BF16 or FP32: the interface of ``torch.optim``'s, one fused pass.
+
+    optimizer = acceler8.optim.AdamW(model.named_parameters(), lr=3e-4, moments="fp8", master="bf16_remainder")
+    print(optimizer.summary())
+
+Without ``moments`` and ``master`` it is torch's AdamW to a few ulps. With FP8 moments and a BF16 remainder a BF16
+parameter has 2.06 + 2 bytes of state and the update of FP32 weights. Formulas, formats and why they are what they are
+stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; docs/optimizers.md has figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from acceler8.errors import ConfigError
+from acceler8.kernels._adam_launch import AdamLaunches
+from acceler8.kernels.adam import AdamKind, AdamNumbers, AdamRow, AdamTensors, adam_step
+from acceler8.optim.base import Row, StateFormatsOptimizer
+from acceler8.optim.state import Moment, local
+
+
+class Adam(StateFormatsOptimizer):
+    """Adam, a drop-in for ``torch.optim.Adam``.
+
+    params, lr, betas, eps, weight_decay, maximize: as torch's, with its defaults; ``lr`` may be a tensor.
+    moments: format of both moments, "fp32" (default), "bf16", "fp16" or "fp8"; exp_avg and exp_avg_sq: of one alone.
+    master: "none" (default), "stochastic", "fp32", "bf16_remainder" or "fp16"; float32 parameters need none.
+    quantize: "matrices" (default), "all" or "none": see ``acceler8.optim.StateFormatsOptimizer``. Every option of a
+        format may be set by group, as ``exp_avg_format``, ``exp_avg_sq_format``, ``master``, ``quantize``.
+    foreach, fused, capturable: taken and without effect, for each step is fused, needs no host and can be captured.
+    Gradients that ``GradScaler`` found not finite are dropped on the device, without waiting for it.
+    Raises: ConfigError for amsgrad or differentiable, and for numbers that torch refuses too; DtypeError for formats.
+    """
+
+    MOMENTS: ClassVar[tuple[Moment, ...]] = (Moment("exp_avg"), Moment("exp_avg_sq", is_unsigned=True))
+    _DECOUPLED = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        moments: str = "fp32",
+        exp_avg: str | None = None,
+        exp_avg_sq: str | None = None,
+        master: str = "none",
+        quantize: str = "matrices",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        for name, asked in (("amsgrad", amsgrad), ("differentiable", differentiable)):
+            if asked:
+                raise ConfigError(f"{name}=True is not offered; allowed: False; use torch.optim.{type(self).__name__}")
+        _check_numbers(lr, betas, eps, weight_decay)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": False, "maximize": maximize,
+            "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused,
+            "decoupled_weight_decay": self._DECOUPLED, "exp_avg_format": moments if exp_avg is None else exp_avg,
+            "exp_avg_sq_format": moments if exp_avg_sq is None else exp_avg_sq, "master": master, "quantize": quantize,
+        }  # fmt: skip
+        self._launches: dict[torch.device, AdamLaunches] = {}
+        super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf here and does not wait
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tables of addresses: a copy makes its own."""
+        return {**super().__getstate__(), "_step_supports_amp_scaling": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_launches", {})
+
+    def update(self, device: torch.device, rows: Sequence[Row]) -> None:
+        """One fused pass over ``rows``."""
+        groups = [self._group_numbers(group) for group in self.param_groups]
+        scale, found = (
+            None if flag is None else flag.to(device, torch.float32, non_blocking=True)
+            for flag in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        )
+        launches = self._launches.get(device)
+        if launches is None:
+            launches = self._launches[device] = AdamLaunches(device)
+        adam_step(launches, [self._adam_row(row) for row in rows], groups, grad_scale=scale, found_inf=found)
+
+    def _group_numbers(self, group: dict[str, Any]) -> AdamNumbers:
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type == "cuda" and lr.dtype is not torch.float32:
+            lr = lr.float()
+        return AdamNumbers(
+            lr, float(beta1), float(beta2), group["eps"], group["weight_decay"], group["maximize"], self._DECOUPLED
+        )
+
+    def _adam_row(self, row: Row) -> AdamRow:
+        state, formats = row.state, row.formats
+        first, second = formats.moments
+        kind = AdamKind(row.param.dtype, row.grad.dtype, first, second, formats.master, self._DECOUPLED)
+        get = state.get
+        tensors = (
+            get("exp_avg"), get("exp_avg_scale"), get("exp_avg_sq"), get("exp_avg_sq_scale"),
+            get("master"), get("master_scale"), state["step"],
+        )  # fmt: skip
+        own = (None if t is None else local(t) for t in tensors)
+        return AdamRow(kind, AdamTensors(row.param, row.grad, *own), row.group, row.number)  # type: ignore[arg-type]
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, a drop-in for ``torch.optim.AdamW``. Arguments and errors are ``Adam``'s;
+    ``weight_decay`` is 0.01 by default, as torch's.
+    """
+
+    _DECOUPLED = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of {lr.numel()} elements; allowed: one")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not float(value) >= 0.0:
+            raise ConfigError(f"{name}={value}; allowed: from 0")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ConfigError(f"betas[{index}]={beta}; allowed: from 0 to below 1")

@@ -1,0 +1,249 @@
+"""What optimizers with state in few bits share: formats by group, state, saving and loading, a summary.
+
+A subclass names its moments and updates rows of tensors; this class finds out in which formats each parameter's moments
+and master weights are, makes them when a parameter first has a gradient, and hands the subclass plain local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from acceler8.errors import DtypeError, ShapeError
+from acceler8.formats import FP16_POW2
+from acceler8.optim import saving
+from acceler8.optim.formats import StateFormats, check_group, formats_of
+from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, write_blocks
+from acceler8.optim.summary import StateSummary, summarise
+
+
+class StateFormatsOptimizer(Optimizer):
+    """Base of optimizers whose moments and master weights are in formats of choice, by parameter group.
+
+    A subclass sets ``MOMENTS`` and implements ``update(device, rows)``; ``docs/optimizers.md`` has one of 20 lines.
+    Options of a group, beside the subclass's own, all of which may change between groups:
+        ``<moment>_format``: "fp32", "bf16", "fp16", "fp8".
+        ``master``: "none", "stochastic", "fp32", "bf16_remainder", "fp16"; a float32 parameter is its own master.
+        ``quantize``: "matrices" keeps vectors, embeddings and heads in FP32, "all" nothing, "none" everything.
+    Raises: DtypeError or ShapeError for a format that is unknown, or that a parameter cannot have.
+    """
+
+    MOMENTS: ClassVar[tuple[Moment, ...]] = ()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._formats: dict[Tensor, tuple[torch.dtype, StateFormats]] = {}
+        self._numbers: dict[Tensor, int] = {}
+        super().__init__(params, defaults)
+
+    def update(self, device: torch.device, rows: Sequence[Row]) -> None:
+        """Change parameters and state of ``rows``, all on ``device``, in place."""
+        raise NotImplementedError(f"{type(self).__name__}.update(device, rows)")
+
+    # -- groups and formats
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; its formats default to the constructor's."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], self.moment_names())
+        except (DtypeError, ShapeError):
+            self.param_groups.pop()
+            raise
+        self._formats.clear()
+
+    @classmethod
+    def moment_names(cls) -> tuple[str, ...]:
+        """Keys of the moments in the state."""
+        return tuple(moment.name for moment in cls.MOMENTS)
+
+    def formats_of(self, p: Tensor) -> StateFormats:
+        """Formats of one parameter, and why they are not what its group asks for, if they are not."""
+        known = self._formats.get(p)
+        if known is None or known[0] is not p.dtype:  # a model may be cast between this and its first step
+            self._find_formats()
+            known = self._formats[p]
+        return known[1]
+
+    def _find_formats(self) -> None:
+        number = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or [None] * len(group["params"])
+            for p, name in zip(group["params"], names, strict=True):
+                self._formats[p] = p.dtype, formats_of(p, group, self.moment_names(), name)
+                self._numbers[p] = number
+                number += 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_numbers", {})
+        self._formats = {}
+
+    # -- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Returns what ``closure`` did.
+
+        Raises: DtypeError or ShapeError for a gradient that is sparse or of another dtype than 16 or 32 bit floats.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_all()
+        return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update_all(self) -> None:
+        by_device: dict[torch.device, list[Row]] = {}
+        changed: list[Tensor] = []
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                row = self._row(p, p.grad, index)
+                by_device.setdefault(row.param.device, []).append(row)
+                changed.append(row.param)
+        for device, rows in by_device.items():
+            self.update(device, rows)
+        if changed:  # kernels change memory behind autograd's back, which must know that saved weights are not as saved
+            torch.autograd.graph.increment_version(changed)
+
+    def _row(self, p: Tensor, grad: Tensor, group: int) -> Row:
+        formats = self.formats_of(p)
+        state = self.state[p]
+        if "step" not in state:
+            self._make_state(p, state, formats)
+        elif formats.master not in ("none", "stochastic") and "master" not in state:
+            state.update(new_master(p, formats.master))
+        param = local(p)
+        if not param.is_contiguous() and not _has_no_gaps(param):
+            raise ShapeError(
+                f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
+                " or overlaps, in any order; make it p.contiguous() before the optimizer is built"
+            )
+        return Row(p, param, _gradient(p, grad, param), state, formats, group, self._numbers[p])
+
+    def _make_state(self, p: Tensor, state: dict[str, Any], formats: StateFormats) -> None:
+        state["step"] = torch.zeros((), device=local(p).device)
+        for moment, fmt in zip(self.MOMENTS, formats.moments, strict=True):
+            state.update(new_moment(p, moment, fmt))
+        state.update(new_master(p, formats.master))
+
+    # -- master weights
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Make every master weight what its parameter holds now: after weights were loaded or replaced by hand.
+
+        A master outlives such a change, and the next step would bring the weights of before back. A BF16 remainder
+        becomes 0; "none" and "stochastic" have nothing to do.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if "master_scale" in state:
+                    write_blocks(local(p), state["master"], state["master_scale"], FP16_POW2)
+                elif "master" in state:
+                    master = local(state["master"])
+                    master.zero_() if master.dtype is torch.int16 else master.copy_(local(p))
+
+    def master_weights(self) -> dict[Tensor, Tensor]:
+        """The FP32 weight that is updated, for each parameter; its shards, where it is a DTensor. Copies."""
+        return {p: read_master(p, self.state.get(p, {})) for group in self.param_groups for p in group["params"]}
+
+    # -- saving and loading
+
+    def export_state_dict(self) -> dict[str, Any]:
+        """``state_dict()`` with FP32 moments, as torch's optimizer of the same kind loads it. Copies.
+
+        Without master weights, which torch's has none of: ``master_weights()`` has them.
+        """
+        return saving.export(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load native codes, bit for bit, or torch's FP32 or BF16 moments, or other formats through FP32.
+
+        Learning rates and the like are as saved; formats stay this optimizer's own, whatever was saved. Master weights
+        that are not in the state are made from the parameters at the next step. Changes nothing if it raises.
+        Raises: CheckpointError naming the optimizer whose state it is, if it is not this one's; for other shapes; for a
+            remainder without its format. ValueError for other groups, as torch's optimizers do.
+        """
+        loaded: dict[str, Any] = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        state, groups = saving.convert(self, loaded)
+        self.__setstate__({"state": state, "param_groups": groups})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    # -- what it costs
+
+    def summary(self) -> StateSummary:
+        """Parameters, formats, blocks and bytes of each group, in a table when printed. Needs no step before."""
+        return summarise(self)
+
+
+class Row:
+    """One parameter of a step: local, plain tensors in one memory order.
+
+    number: its place among all parameters, which seeds its random bits.
+    """
+
+    __slots__ = ("formats", "grad", "group", "number", "owner", "param", "state")
+
+    def __init__(
+        self,
+        owner: Tensor,
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        formats: StateFormats,
+        group: int,
+        number: int,
+    ) -> None:
+        self.owner, self.param, self.grad, self.state = owner, param, grad, state
+        self.formats, self.group, self.number = formats, group, number
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """True if each element of its span of memory is one of its own, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _gradient(p: Tensor, grad: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of the gradient, laid out as the local parameter."""
+    if isinstance(grad, DTensor):
+        if isinstance(p, DTensor) and grad.placements != p.placements:
+            grad = grad.redistribute(placements=p.placements)
+        grad = grad._local_tensor
+    if isinstance(grad, AsyncCollectiveTensor):
+        grad = grad.wait()
+    grad = grad.detach()
+    if grad.layout is not torch.strided:
+        raise ShapeError(
+            f"the gradient of a parameter of shape {list(p.shape)} has layout {grad.layout}; allowed: torch.strided;"
+            " build the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+        )
+    if grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise DtypeError(f"a gradient is {grad.dtype}; allowed: float32, bfloat16, float16")
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return grad
+
+
+def parameters(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """All parameters, in the order in which a state_dict numbers them."""
+    return [p for group in groups for p in group["params"]]
