@@ -37,6 +37,8 @@ from acceler8.kernels import (
     quantize,
     quantize_concatenated,
     quantize_ref,
+    transpose_codes,
+    transpose_ref,
 )
 from acceler8.scaling import GRANULARITIES, ROWWISE, TENSORWISE, BLOCK_1x128, BLOCK_128x128, Granularity
 
@@ -161,6 +163,25 @@ def _concatenated_op(granularity: Granularity) -> Op:
     return Op(name=f"quantize two weights as one {granularity}", make=make, check=check)
 
 
+def _transpose_op() -> Op:
+    def by_rows(rows: int, cols: int, device: torch.device) -> Quantized:
+        q, _, _ = quantize(_normal(rows, cols, device), E4M3, None, ROWWISE, pow2=True)
+        assert q is not None
+        return q
+
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        q = by_rows(*shape, device)
+        return lambda: transpose_codes(q, shape[1]), q.codes.numel() * 2
+
+    def check(device: torch.device) -> str:
+        q, cols = by_rows(*CHECKED_SHAPE, device), CHECKED_SHAPE[1]
+        got = transpose_codes(q, cols)
+        want = transpose_ref(q.codes.cpu(), q.scale_inv.cpu(), got.scale_inv.cpu(), cols)
+        return "" if torch.equal(got.codes.cpu().view(torch.uint8), want.view(torch.uint8)) else "codes differ"
+
+    return Op(name="transpose codes", make=make, check=check)
+
+
 def _gated_op(granularity: Granularity, cols: bool) -> Op:
     wanted = E4M3 if cols else None
 
@@ -252,6 +273,7 @@ def all_ops() -> list[Op]:
         *(_quantize_op(g, rows, cols) for g in GRANULARITIES.values() for rows, cols in orientations),
         _delayed_op(),
         *(_amax_op(dim) for dim in (None, 1, 0)),
+        _transpose_op(),
         *(_concatenated_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_128x128)),
         *(_gated_op(g, cols) for g in (TENSORWISE, ROWWISE, BLOCK_1x128) for cols in (False, True)),
         *(_gated_backward_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),

@@ -18,6 +18,7 @@ from acceler8.kernels.scaled_matmul import (
     scaled_matmul_ref,
 )
 from acceler8.kernels.statistics import CastStatistics, read_statistics
+from acceler8.kernels.transpose import transpose_codes, transpose_ref
 
 __all__ = [
     "ACTIVATIONS",
@@ -48,4 +49,6 @@ __all__ = [
     "read_statistics",
     "scaled_matmul",
     "scaled_matmul_ref",
+    "transpose_codes",
+    "transpose_ref",
 ]
