@@ -13,7 +13,7 @@ import acceler8
 from acceler8 import backends, recipes
 from acceler8.backends.transformer_engine import library
 from acceler8.backends.transformer_engine.region import state_manager
-from acceler8.errors import PlanError
+from acceler8.errors import PlanError, VerifyError
 from tests.backends.transformer_engine.gpu import MARKS, Pair, convert, gaussian
 
 pytestmark = MARKS
@@ -255,6 +255,27 @@ def test_a_window_keeps_codes_and_scale_together():
         acceler8.step(model)
         acceler8.step(alone)
     assert all(torch.equal(t, histories(alone)[name]) for name, t in histories(model).items())
+
+
+def test_verify_misses_step_boundaries():
+    model = convert(Pair(), delayed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(gaussian(64, 256)).float().square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(VerifyError, match="marked no step boundary, so delayed scaling keeps no history"):
+        acceler8.verify(model, optimizer, step=step)
+    acceler8.attach(model, optimizer)
+    acceler8.verify(model, optimizer, step=step)
+
+
+def test_an_evaluation_without_tokens_comes_first():
+    model = convert(Pair(), delayed()).eval()
+    with torch.no_grad(), acceler8.evaluate_in_fp8(model):
+        assert model(gaussian(0, 256)).shape == (0, 256)
 
 
 def test_steps_that_nobody_marks_are_warned_of(caplog):
