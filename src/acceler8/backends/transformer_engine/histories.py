@@ -19,7 +19,7 @@ from acceler8.backends.transformer_engine.region import state_manager
 from acceler8.errors import PlanError
 
 if TYPE_CHECKING:
-    from acceler8.backends.transformer_engine._modules import FP8Linear
+    from acceler8.backends.transformer_engine._modules import TeLinear
 
 _SIDES = (("fwd", "scaling_fwd"), ("bwd", "scaling_bwd"))
 STEPS = "steps"
@@ -33,7 +33,7 @@ def keep_out(fp8_meta: dict[str, Any]) -> None:
 class _Side:
     """The tensors of forward or backward of all layers that share a recipe, looked up once."""
 
-    def __init__(self, layers: list[FP8Linear], key: str) -> None:
+    def __init__(self, layers: list[TeLinear], key: str) -> None:
         self.recipe = layers[0]._acceler8_layer.te_recipe
         self.owners = [(layer, layer.fp8_meta[key]) for layer in layers]
         self.key = key
@@ -65,7 +65,7 @@ class _Side:
 class AmaxHistories:
     """Those of all layers of one model under delayed scaling."""
 
-    def __init__(self, layers: list[tuple[str, FP8Linear]], interval: int) -> None:
+    def __init__(self, layers: list[tuple[str, TeLinear]], interval: int) -> None:
         self.layers = layers
         self.interval = interval
         self.steps = 0
@@ -91,7 +91,7 @@ class AmaxHistories:
 
     def _find_sides(self) -> list[_Side]:
         self.initialise()
-        groups: dict[int, list[FP8Linear]] = {}
+        groups: dict[int, list[TeLinear]] = {}
         for _, layer in self.layers:
             groups.setdefault(id(layer._acceler8_layer.te_recipe), []).append(layer)
         return [_Side(layers, key) for layers in groups.values() for _, key in _SIDES]
