@@ -174,11 +174,11 @@ def test_verify_finds_codes_of_an_older_weight(toy, monkeypatch):
 
 
 def test_its_state_is_in_checkpoints(toy, tmp_path):
-    def run() -> tuple[Accelerator, nn.Module, Any]:
+    def run(backend: str = "toy") -> tuple[Accelerator, nn.Module, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            accelerator = Accelerator(mixed_precision="fp8", recipe="tensorwise", backend="toy", cpu=True)
-        assert accelerator.backend == "toy"
+            accelerator = Accelerator(mixed_precision="fp8", recipe="tensorwise", backend=backend, cpu=True)
+        assert accelerator.backend == backend
         model = Net()
         return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
@@ -191,6 +191,14 @@ def test_its_state_is_in_checkpoints(toy, tmp_path):
     report = accelerator.load_state(str(tmp_path / "state"))
     assert not report.reset
     assert model.__dict__["toy_steps"] == 1
+
+    other, native, _ = run("native")  # the same recipe and layers, and nothing of what the toy keeps
+    other.save_state(str(tmp_path / "native"))
+    report = accelerator.load_state(str(tmp_path / "native"))
+    assert any("backend was native, now toy" in line for line in report.reset)
+    assert model.__dict__["toy_steps"] == 0
+    other.load_state(str(tmp_path / "state"))
+    acceler8.verify(native)
 
 
 BROKEN = {
