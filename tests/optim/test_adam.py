@@ -172,11 +172,11 @@ def test_found_inf_alone_skips(device):
     assert optimizer.state[net.up.weight]["step"] == 2
 
 
-def test_autograd_knows_that_weights_changed():
+def test_autograd_knows_that_weights_changed(device):
     """A graph that saved a weight must not run through one that an optimizer has changed since."""
-    net = nn.Linear(4, 4, bias=False)
+    net = nn.Linear(4, 4, bias=False, device=device)
     optimizer = AdamW(net.parameters())
-    loss = (net(torch.ones(2, 4, requires_grad=True)) ** 2).sum()
+    loss = (net(torch.ones(2, 4, requires_grad=True, device=device)) ** 2).sum()
     loss.backward(retain_graph=True)
     version = net.weight._version
     optimizer.step()
