@@ -19,7 +19,7 @@ from acceler8.errors import DtypeError, ShapeError
 from acceler8.formats import FP16_POW2
 from acceler8.optim import saving
 from acceler8.optim.formats import StateFormats, check_group, formats_of
-from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, write_blocks
+from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, shard, write_blocks
 from acceler8.optim.summary import StateSummary, summarise
 
 
@@ -120,9 +120,9 @@ class StateFormatsOptimizer(Optimizer):
         state = self.state[p]
         if "step" not in state:
             self._make_state(p, state, formats)
-        elif formats.master not in ("none", "stochastic") and "master" not in state:
+        elif "master" not in state and formats.master not in ("none", "stochastic"):
             state.update(new_master(p, formats.master))
-        param = local(p)
+        param = shard(p)
         if not param.is_contiguous() and not _has_no_gaps(param):
             raise ShapeError(
                 f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
@@ -231,7 +231,6 @@ def _gradient(p: Tensor, grad: Tensor, param: Tensor) -> Tensor:
         grad = grad._local_tensor
     if isinstance(grad, AsyncCollectiveTensor):
         grad = grad.wait()
-    grad = grad.detach()
     if grad.layout is not torch.strided:
         raise ShapeError(
             f"the gradient of a parameter of shape {list(p.shape)} has layout {grad.layout}; allowed: torch.strided;"
