@@ -133,7 +133,8 @@ BITING = ["zeros", "nan", "inf", "tiny", "huge", "denormal"]
 def test_kernel_gives_the_codes_of_the_reference_for_gradients_that_bite(make_generator, kind):
     generator = make_generator(2)
     expected = []
-    for number, (moments, (master, dtype)) in enumerate(itertools.product(("fp32", "fp16", "fp8"), MASTERS)):
+    moments_and_masters = list(itertools.product(("fp32", "fp16", "fp8"), MASTERS))
+    for number, (moments, (master, dtype)) in enumerate(moments_and_masters[:: 2 if INTERPRETED else 1]):
         of = AdamKind(dtype, F, moments, moments, master, True)
         row = AdamRow(of, make(of, (3, 130), generator), 0, number)
         grad = torch.randn(3, 130, generator=generator)

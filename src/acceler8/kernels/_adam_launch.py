@@ -113,14 +113,13 @@ class AdamLaunches:
         for row in rows:
             told += [0 if t is None else t.data_ptr() for t in row.tensors]
             told += (row.tensors[0].numel(), row.group, row.number)
-        table = np.array(told, dtype=np.int64)
         of_groups = [numbers.columns(self.device) for numbers in groups]
-        told.append(of_groups)
         kinds = [row.kind for row in rows]
-        told.append(kinds)
+        told += (of_groups, kinds)
         if self._table is not None and told == self._told and not is_captured:
             self._keep_spare(self._table.numel())
             return self._table
+        table = np.array(told[:-2], dtype=np.int64)
         by_row = table[HEADER:].reshape(len(rows), len(COLUMNS))
         self._assign(kinds, by_row, is_captured)
         numbers = np.array(of_groups, dtype=np.float64).reshape(-1, len(GROUP_COLUMNS))
