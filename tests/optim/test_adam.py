@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from acceler8 import Accelerator
 from acceler8.errors import ConfigError, DtypeError, ShapeError
 from acceler8.kernels.adam import MASTER_FORMATS, MOMENT_FORMATS
 from acceler8.optim import Adam, AdamW, parameter_groups
@@ -159,6 +160,22 @@ def test_a_scaler_unscales_and_skips_on_the_device(device):
     assert scaler.get_scale() == 2.0**9
 
 
+def test_fp16_under_an_accelerator_skips_a_step_and_unscales_the_others():
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    net = Net()
+    net, optimizer = accelerator.prepare(net, AdamW(net.parameters(), lr=1e-2, moments="fp8", quantize="all"))
+    for step in range(4):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(net, step))
+        if step == 2:
+            net.up.weight.grad[0, 0] = math.inf
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        before = copy.deepcopy(dict(net.state_dict()))
+        optimizer.step()
+        assert optimizer.step_was_skipped == same(dict(net.state_dict()), before) == (step == 2)
+    assert optimizer.state[net.up.weight]["step"] == 3
+
+
 def test_found_inf_alone_skips(device):
     net = Net().to(device)
     optimizer = AdamW(net.parameters())
@@ -172,11 +189,11 @@ def test_found_inf_alone_skips(device):
     assert optimizer.state[net.up.weight]["step"] == 2
 
 
-def test_autograd_knows_that_weights_changed():
+def test_autograd_knows_that_weights_changed(device):
     """A graph that saved a weight must not run through one that an optimizer has changed since."""
-    net = nn.Linear(4, 4, bias=False)
+    net = nn.Linear(4, 4, bias=False, device=device)
     optimizer = AdamW(net.parameters())
-    loss = (net(torch.ones(2, 4, requires_grad=True)) ** 2).sum()
+    loss = (net(torch.ones(2, 4, requires_grad=True, device=device)) ** 2).sum()
     loss.backward(retain_graph=True)
     version = net.weight._version
     optimizer.step()

@@ -35,7 +35,9 @@ def run(steps: int, beta2: float, log_sigma: float, fall: float, moments: str, g
     return read_moment(optimizer.state[p], SECOND).view(-1), true, kept_naively, p.detach()
 
 
-@pytest.mark.parametrize("moments", ["fp8", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "moments", ["fp8", pytest.param("fp16", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.slow)]
+)
 def test_it_follows_gradients_that_fall_tenfold(make_generator, moments):
     """2,500 steps at beta2 0.999, where a step moves v by 0.1 % at most and half an ulp of FP8 is 3 to 6 %."""
     v, true, kept_naively, _ = run(2500, 0.999, 1.0, 0.1, moments, make_generator(0))

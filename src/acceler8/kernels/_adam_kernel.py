@@ -33,6 +33,20 @@ FP32, BF16, FP16, FP8 = 0, 1, 2, 3
 NONE, STOCHASTIC, MASTER_FP32, REMAINDER, MASTER_FP16 = 0, 1, 2, 3, 4
 
 _HEADER, _COLUMNS, _GROUP_COLUMNS = constexpr(HEADER), constexpr(len(COLUMNS)), constexpr(len(GROUP_COLUMNS))
+(
+    _PARAM_AT,
+    _GRAD_AT,
+    _FIRST_AT,
+    _,
+    _SECOND_AT,
+    _,
+    _MASTER_AT,
+    _MASTER_SCALE_AT,
+    _STEP_AT,
+    _NUMEL_AT,
+    _GROUP_AT,
+    _NUMBER_AT,
+) = (constexpr(column) for column in range(len(COLUMNS)))
 _NUMBERS, _FLOOR = constexpr(NUMBERS), constexpr(BLOCK_AMAX_FLOOR)
 _BF16, _FP16, _FP8 = constexpr(BF16), constexpr(FP16), constexpr(FP8)
 _NONE, _STOCHASTIC, _MASTER_FP32 = constexpr(NONE), constexpr(STOCHASTIC), constexpr(MASTER_FP32)
@@ -74,9 +88,9 @@ def adam_numbers_kernel(table_ptr, numbers_ptr, row_count):  # type: ignore[no-u
     found_inf, grad_scale = tl.load(table_ptr), tl.load(table_ptr + 1)
     found = tl.load(found_inf.to(tl.pointer_type(tl.float32)), mask=found_inf != 0, other=0.0)
     divisor = tl.load(grad_scale.to(tl.pointer_type(tl.float32)), mask=grad_scale != 0, other=1.0)
-    step_ptr = tl.load(row + 8).to(tl.pointer_type(tl.float32))
-    number = tl.load(row + 11).to(tl.int32)
-    group = table_ptr + _HEADER + row_count * _COLUMNS + tl.load(row + 10) * _GROUP_COLUMNS
+    step_ptr = tl.load(row + _STEP_AT).to(tl.pointer_type(tl.float32))
+    number = tl.load(row + _NUMBER_AT).to(tl.int32)
+    group = table_ptr + _HEADER + row_count * _COLUMNS + tl.load(row + _GROUP_AT) * _GROUP_COLUMNS
     values = group.to(tl.pointer_type(tl.float64), bitcast=True)
     lr_address = tl.load(group + 1)
     lr = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=lr_address != 0, other=0.0).to(tl.float64)
@@ -208,16 +222,18 @@ def _load_weight(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The weight to update, in FP32."""
     if MASTER == _MASTER_FP32:
-        weight = tl.load(_at(row, 6, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+        weight = tl.load(_at(row, _MASTER_AT, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
     elif MASTER == _MASTER_FP16:
-        scales = tl.load(_at(row, 7, tl.float32, False) + blocks, mask=block_inside, other=0.0)
-        weight = as_fp32(tl.load(_at(row, 6, tl.float16, ALIGNED) + at, mask=inside, other=0.0)) * scales[:, None]
+        scales = tl.load(_at(row, _MASTER_SCALE_AT, tl.float32, False) + blocks, mask=block_inside, other=0.0)
+        weight = (
+            as_fp32(tl.load(_at(row, _MASTER_AT, tl.float16, ALIGNED) + at, mask=inside, other=0.0)) * scales[:, None]
+        )
     elif MASTER == _REMAINDER:
-        high = tl.load(_at(row, 0, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
-        low = tl.load(_at(row, 6, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        high = tl.load(_at(row, _PARAM_AT, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        low = tl.load(_at(row, _MASTER_AT, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
         weight = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
-        weight = as_fp32(tl.load(_at(row, 0, PARAM, ALIGNED) + at, mask=inside, other=0.0))
+        weight = as_fp32(tl.load(_at(row, _PARAM_AT, PARAM, ALIGNED) + at, mask=inside, other=0.0))
     return weight
 
 
@@ -230,20 +246,20 @@ def _store_weight(  # type: ignore[no-untyped-def]
         raw = weight.to(tl.int32, bitcast=True)
         raw = tl.where(magnitude_bits(weight) > 0x7F800000, 0x7FC00000, raw)
         high = ((raw >> 16) & 0xFFFF) + ((raw >> 15) & 1)
-        tl.store(_at(row, 0, tl.int16, ALIGNED) + at, high.to(tl.int16), mask=inside)
-        tl.store(_at(row, 6, tl.int16, ALIGNED) + at, raw.to(tl.int16), mask=inside)
+        tl.store(_at(row, _PARAM_AT, tl.int16, ALIGNED) + at, high.to(tl.int16), mask=inside)
+        tl.store(_at(row, _MASTER_AT, tl.int16, ALIGNED) + at, raw.to(tl.int16), mask=inside)
     else:
         if MASTER == _MASTER_FP32:
-            tl.store(_at(row, 6, tl.float32, ALIGNED) + at, weight, mask=inside)
+            tl.store(_at(row, _MASTER_AT, tl.float32, ALIGNED) + at, weight, mask=inside)
         if MASTER == _MASTER_FP16:
             weight = tl.where(inside, weight, 0.0)
             scale, scale_inv = _block_scale(tl.max(magnitude_bits(weight), 1), 32768.0, True)
             codes = _to_fp16(weight, scale[:, None], 32768.0, False)
-            tl.store(_at(row, 6, tl.float16, ALIGNED) + at, codes, mask=inside)
-            tl.store(_at(row, 7, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+            tl.store(_at(row, _MASTER_AT, tl.float16, ALIGNED) + at, codes, mask=inside)
+            tl.store(_at(row, _MASTER_SCALE_AT, tl.float32, False) + blocks, scale_inv, mask=block_inside)
             weight = as_fp32(codes) * scale_inv[:, None]
         value = _round_stochastic(weight, bits16) if MASTER == _STOCHASTIC else rounded_to(weight, PARAM)
-        tl.store(_at(row, 0, PARAM, ALIGNED) + at, value, mask=inside)
+        tl.store(_at(row, _PARAM_AT, PARAM, ALIGNED) + at, value, mask=inside)
 
 
 @jit
@@ -263,7 +279,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     row = table_ptr + _HEADER + row_index * _COLUMNS
     numbers = numbers_ptr + row_index * _NUMBERS
     if tl.load(numbers) == 0:
-        numel = tl.load(row + 9)
+        numel = tl.load(row + _NUMEL_AT)
         if ALIGNED:
             numel = tl.multiple_of(numel, 16)
         blocks = chunk.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -275,10 +291,12 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         if MASTER == _STOCHASTIC or SECOND == _BF16:
             random = _hash32(at.to(tl.int32) ^ tl.load(numbers + 1))
 
-        gradient = as_fp32(tl.load(_at(row, 1, GRAD, ALIGNED) + at, mask=inside, other=0.0)) * _number(numbers, 2)
+        gradient = as_fp32(tl.load(_at(row, _GRAD_AT, GRAD, ALIGNED) + at, mask=inside, other=0.0)) * _number(
+            numbers, 2
+        )
         weight = _load_weight(row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)
-        first = _load_moment(row, 2, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
-        second = _load_moment(row, 4, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
+        first = _load_moment(row, _FIRST_AT, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
+        second = _load_moment(row, _SECOND_AT, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
         if not DECOUPLED:
             gradient = gradient + weight * _number(numbers, 10)
         first = first + (gradient - first) * _number(numbers, 3)
@@ -288,7 +306,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
             weight = weight * _number(numbers, 9)
         weight = weight - tl.div_rn(first, root) * _number(numbers, 8)
 
-        _store_moment(first, random, row, 2, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
+        _store_moment(first, random, row, _FIRST_AT, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
         above = (random >> 16) & 0xFFFF
-        _store_moment(second, above, row, 4, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
+        _store_moment(second, above, row, _SECOND_AT, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
         _store_weight(weight, random & 0xFFFF, row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)

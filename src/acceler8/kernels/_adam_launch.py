@@ -42,7 +42,8 @@ from acceler8.kernels._launch import Launch, Plans, address, stream_of
 if TYPE_CHECKING:
     from acceler8.kernels.adam import AdamKind, AdamNumbers, AdamRow
 
-_BLOCKS, _WARPS = 16, 4
+_BLOCKS, _WARPS = 16, 4  # elements a thread: 16. Not tuned on a GPU yet
+_SPARE = 4
 _FORMATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 _MASTERS = {
     "none": NONE, "stochastic": STOCHASTIC, "fp32": MASTER_FP32, "bf16_remainder": REMAINDER, "fp16": MASTER_FP16,
@@ -69,7 +70,7 @@ class AdamLaunches:
         self._table: Tensor | None = None
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)
         self._chunks: _Chunks | None = None
-        self._spare: Tensor | None = None  # pinned memory for a capture, in which none can be got
+        self._spare: list[Tensor] = []  # pinned memory for captures, in which none can be got
         self._captured: list[Any] = []  # what replays of graphs read
         self._launches: Plans[Launch] = Plans()
 
@@ -112,14 +113,13 @@ class AdamLaunches:
         for row in rows:
             told += [0 if t is None else t.data_ptr() for t in row.tensors]
             told += (row.tensors[0].numel(), row.group, row.number)
-        table = np.array(told, dtype=np.int64)
         of_groups = [numbers.columns(self.device) for numbers in groups]
-        told.append(of_groups)
         kinds = [row.kind for row in rows]
-        told.append(kinds)
+        told += (of_groups, kinds)
         if self._table is not None and told == self._told and not is_captured:
             self._keep_spare(self._table.numel())
             return self._table
+        table = np.array(told[:-2], dtype=np.int64)
         by_row = table[HEADER:].reshape(len(rows), len(COLUMNS))
         self._assign(kinds, by_row, is_captured)
         numbers = np.array(of_groups, dtype=np.float64).reshape(-1, len(GROUP_COLUMNS))
@@ -132,8 +132,11 @@ class AdamLaunches:
         return on_device
 
     def _keep_spare(self, count: int) -> None:
-        if self._index >= 0 and (self._spare is None or self._spare.numel() < count):
-            self._spare = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        if self._index < 0:
+            return
+        self._spare = [spare for spare in self._spare if spare.numel() >= count]
+        while len(self._spare) < _SPARE:
+            self._spare.append(torch.empty(count, dtype=torch.int64, pin_memory=True))
 
     def _upload(self, table: np.ndarray[Any, Any], is_captured: bool) -> Tensor:
         host = torch.from_numpy(table)
@@ -142,12 +145,12 @@ class AdamLaunches:
         if not is_captured:
             self._keep_spare(len(table))
             return host.pin_memory().to(self.device, non_blocking=True)
-        if self._spare is None or self._spare.numel() < len(table):
+        if not self._spare or self._spare[-1].numel() < len(table):
             raise GradientError(
-                "an optimizer step was captured in two CUDA graphs without an eager step between them; allowed: one"
-                " after each capture, for memory that the host shares can't be got during one"
+                f"an optimizer step was captured in more than {_SPARE} CUDA graphs without an eager step between them;"
+                " allowed: one behind a few captures, for memory that the host shares can't be got during one"
             )
-        pinned, self._spare = self._spare[: len(table)], None
+        pinned = self._spare.pop()[: len(table)]
         pinned.copy_(host)
         self._captured.append(pinned)
         return torch.empty(len(table), dtype=torch.int64, device=self.device).copy_(pinned, non_blocking=True)

@@ -20,7 +20,8 @@ from acceler8.errors import ConfigError
 from acceler8.kernels._adam_launch import AdamLaunches
 from acceler8.kernels.adam import AdamKind, AdamNumbers, AdamRow, AdamTensors, adam_step
 from acceler8.optim.base import Row, StateFormatsOptimizer
-from acceler8.optim.state import Moment, local
+from acceler8.optim.formats import StateFormats
+from acceler8.optim.state import Moment, shard
 
 
 class Adam(StateFormatsOptimizer):
@@ -70,6 +71,7 @@ class Adam(StateFormatsOptimizer):
             "exp_avg_sq_format": moments if exp_avg_sq is None else exp_avg_sq, "master": master, "quantize": quantize,
         }  # fmt: skip
         self._launches: dict[torch.device, AdamLaunches] = {}
+        self._kinds: dict[tuple[torch.dtype, torch.dtype, StateFormats], AdamKind] = {}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf here and does not wait
 
@@ -80,6 +82,7 @@ class Adam(StateFormatsOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_launches", {})
+        self.__dict__.setdefault("_kinds", {})
 
     def update(self, device: torch.device, rows: Sequence[Row]) -> None:
         """One fused pass over ``rows``."""
@@ -104,15 +107,21 @@ class Adam(StateFormatsOptimizer):
 
     def _adam_row(self, row: Row) -> AdamRow:
         state, formats = row.state, row.formats
-        first, second = formats.moments
-        kind = AdamKind(row.param.dtype, row.grad.dtype, first, second, formats.master, self._DECOUPLED)
-        get = state.get
-        tensors = (
-            get("exp_avg"), get("exp_avg_scale"), get("exp_avg_sq"), get("exp_avg_sq_scale"),
-            get("master"), get("master_scale"), state["step"],
+        key = (row.param.dtype, row.grad.dtype, formats)
+        kind = self._kinds.get(key)
+        if kind is None:
+            (first, second), master = formats.moments, formats.master
+            kind = self._kinds[key] = AdamKind(*key[:2], first, second, master, self._DECOUPLED)
+        tensors = AdamTensors(
+            row.param, row.grad, shard(state["exp_avg"]), _shard(state.get("exp_avg_scale")),
+            shard(state["exp_avg_sq"]), _shard(state.get("exp_avg_sq_scale")),
+            _shard(state.get("master")), _shard(state.get("master_scale")), state["step"],
         )  # fmt: skip
-        own = (None if t is None else local(t) for t in tensors)
-        return AdamRow(kind, AdamTensors(row.param, row.grad, *own), row.group, row.number)  # type: ignore[arg-type]
+        return AdamRow(kind, tensors, row.group, row.number)
+
+
+def _shard(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else shard(tensor)
 
 
 class AdamW(Adam):

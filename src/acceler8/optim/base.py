@@ -6,7 +6,7 @@ and master weights are, makes them when a parameter first has a gradient, and ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,10 @@ from acceler8.errors import DtypeError, ShapeError
 from acceler8.formats import FP16_POW2
 from acceler8.optim import saving
 from acceler8.optim.formats import StateFormats, check_group, formats_of
-from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, write_blocks
+from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, shard, write_blocks
 from acceler8.optim.summary import StateSummary, summarise
+
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StateFormatsOptimizer(Optimizer):
@@ -37,8 +39,7 @@ class StateFormatsOptimizer(Optimizer):
     MOMENTS: ClassVar[tuple[Moment, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._formats: dict[Tensor, tuple[torch.dtype, StateFormats]] = {}
-        self._numbers: dict[Tensor, int] = {}
+        self._formats: dict[Tensor, tuple[torch.dtype, StateFormats, int]] = {}
         super().__init__(params, defaults)
 
     def update(self, device: torch.device, rows: Sequence[Row]) -> None:
@@ -64,24 +65,26 @@ class StateFormatsOptimizer(Optimizer):
 
     def formats_of(self, p: Tensor) -> StateFormats:
         """Formats of one parameter, and why they are not what its group asks for, if they are not."""
+        return self._known(p)[1]
+
+    def _known(self, p: Tensor) -> tuple[torch.dtype, StateFormats, int]:
+        """Dtype, formats and number among all parameters."""
         known = self._formats.get(p)
         if known is None or known[0] is not p.dtype:  # a model may be cast between this and its first step
             self._find_formats()
             known = self._formats[p]
-        return known[1]
+        return known
 
     def _find_formats(self) -> None:
         number = 0
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
             for p, name in zip(group["params"], names, strict=True):
-                self._formats[p] = p.dtype, formats_of(p, group, self.moment_names(), name)
-                self._numbers[p] = number
+                self._formats[p] = p.dtype, formats_of(p, group, self.moment_names(), name), number
                 number += 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_numbers", {})
         self._formats = {}
 
     # -- a step
@@ -105,9 +108,10 @@ class StateFormatsOptimizer(Optimizer):
         changed: list[Tensor] = []
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
-                if p.grad is None:
+                grad = p.grad
+                if grad is None:
                     continue
-                row = self._row(p, p.grad, index)
+                row = self._row(p, grad, index)
                 by_device.setdefault(row.param.device, []).append(row)
                 changed.append(row.param)
         for device, rows in by_device.items():
@@ -116,19 +120,19 @@ class StateFormatsOptimizer(Optimizer):
             torch.autograd.graph.increment_version(changed)
 
     def _row(self, p: Tensor, grad: Tensor, group: int) -> Row:
-        formats = self.formats_of(p)
+        _, formats, number = self._known(p)
         state = self.state[p]
         if "step" not in state:
             self._make_state(p, state, formats)
-        elif formats.master not in ("none", "stochastic") and "master" not in state:
+        elif "master" not in state and formats.master not in ("none", "stochastic"):
             state.update(new_master(p, formats.master))
-        param = local(p)
+        param = shard(p)
         if not param.is_contiguous() and not _has_no_gaps(param):
             raise ShapeError(
                 f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
                 " or overlaps, in any order; make it p.contiguous() before the optimizer is built"
             )
-        return Row(p, param, _gradient(p, grad, param), state, formats, group, self._numbers[p])
+        return Row(p, param, _gradient(p, grad, param), state, formats, group, number)
 
     def _make_state(self, p: Tensor, state: dict[str, Any], formats: StateFormats) -> None:
         state["step"] = torch.zeros((), device=local(p).device)
@@ -225,25 +229,22 @@ def _has_no_gaps(tensor: Tensor) -> bool:
 
 def _gradient(p: Tensor, grad: Tensor, param: Tensor) -> Tensor:
     """This rank's part of the gradient, laid out as the local parameter."""
-    if isinstance(grad, DTensor):
+    if type(grad) is Tensor and grad.layout is torch.strided and grad.dtype in _GRADIENTS:
+        if grad.is_contiguous() and param.is_contiguous():  # all of them, mostly: a step of 300 is the host's time
+            return grad
+    elif isinstance(grad, DTensor):
         if isinstance(p, DTensor) and grad.placements != p.placements:
             grad = grad.redistribute(placements=p.placements)
         grad = grad._local_tensor
     if isinstance(grad, AsyncCollectiveTensor):
         grad = grad.wait()
-    grad = grad.detach()
     if grad.layout is not torch.strided:
         raise ShapeError(
             f"the gradient of a parameter of shape {list(p.shape)} has layout {grad.layout}; allowed: torch.strided;"
             " build the embedding with sparse=False, or use torch.optim.SparseAdam for it"
         )
-    if grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if grad.dtype not in _GRADIENTS:
         raise DtypeError(f"a gradient is {grad.dtype}; allowed: float32, bfloat16, float16")
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return grad
-
-
-def parameters(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    """All parameters, in the order in which a state_dict numbers them."""
-    return [p for group in groups for p in group["params"]]

@@ -40,9 +40,14 @@ class Moment(NamedTuple):
         return (SECOND_CODES if self.is_unsigned else FIRST_CODES).get(fmt)
 
 
+def shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself. Detached."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    """``shard``, detached, which costs more than the rest of a row of a step."""
+    return shard(tensor).detach()
 
 
 def like(p: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
