@@ -215,6 +215,15 @@ def test_compiled_blocks_of_hugging_face_fill_no_cache(least: Preset):
     assert VARIANTS["bf16"]["prepared"].build(work).model.config.use_cache is True
 
 
+def test_a_peers_library_through_us_trains_as_by_itself(least: Preset):
+    pytest.importorskip("torchao")
+    chosen = select("plain", CPU, ["torchao-tensorwise", "acceler8-torchao-tensorwise"])
+    result = measure(least, chosen, CPU)
+    losses = {row.name: row.values.get("last_loss") for row in result.rows}
+    assert [row.status for row in result.rows] == ["ok"] * 3, result.rows
+    assert losses["acceler8-torchao-tensorwise"] == losses["torchao-tensorwise"] != losses["bf16"]
+
+
 @pytest.mark.parametrize("loop", ["plain", "prepared"])
 def test_half_compressed_compresses_every_second_layer(least: Preset, loop: str):
     work = Work(dataclasses.replace(least, loop=loop, parameters="float32", layers=4), CPU)

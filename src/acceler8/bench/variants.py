@@ -182,6 +182,29 @@ def _torchao(recipe: str, compiled: bool) -> Callable[[Work], Trainee]:
     return build
 
 
+def _through_us(backend: str, recipe: str, compiled: bool = False) -> Callable[[Work], Trainee]:
+    """A peer's library as a backend of ours, doing the same work as the peer's own variant."""
+
+    def build(work: Work) -> Trainee:
+        from acceler8.backends.torchao import TorchaoOptions
+        from acceler8.backends.transformer_engine import TransformerEngineOptions
+
+        model = work.make_model()
+        options: Any = TorchaoOptions(skip_first_and_last=False)
+        own = recipes.get(recipe, amax_history_len=1024) if recipe == "delayed" else recipes.get(recipe)
+        if backend == "transformer_engine":
+            options = TransformerEngineOptions(convert_norms=False)
+        acceler8.convert(
+            model,
+            acceler8.plan(model, own, backend, options=options, filter_fn=lambda name, _: work.is_converted(name)),
+        )
+        if compiled:
+            compile_blocks(work, model)
+        return plain_trainee(work, model, is_converted=True)
+
+    return build
+
+
 def exchange_linears(
     model: nn.Module, is_converted: Callable[[str], bool], make: Callable[[nn.Linear], nn.Module]
 ) -> None:
@@ -385,6 +408,20 @@ def _register_all() -> None:
             Variant(
                 name=f"te-{kind}", group="TransformerEngine", loops=("plain",), build=_transformer_engine(kind),
                 needs=("transformer_engine",), recipe=own,
+            )
+        )  # fmt: skip
+    for name, backend, own, compiled in (
+        ("torchao-tensorwise", "torchao", "tensorwise", False),
+        ("torchao-tensorwise-compile", "torchao", "tensorwise", True),
+        ("torchao-rowwise-compile", "torchao", "rowwise", True),
+        ("te-delayed", "transformer_engine", "delayed", False),
+        ("te-current", "transformer_engine", "tensorwise", False),
+    ):
+        register(
+            Variant(
+                name=f"acceler8-{name}", group="acceler8", loops=("plain",),
+                build=_through_us(backend, own, compiled), needs=(backend,), recipe=own, is_compiled=compiled,
+                is_default=False,
             )
         )  # fmt: skip
     without = {"enable_fsdp_float8_all_gather": False}
