@@ -14,12 +14,11 @@ from acceler8.backends.transformer_engine import library
 from acceler8.recipes import Recipe
 
 _REASON = library.unavailable()
-# what the library itself warns of is no fault of ours
+# what the library and transformers warn of, some of it in their callers' name, is no fault of ours
 MARKS = [
     pytest.mark.requires(sm=89),
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-    pytest.mark.filterwarnings("ignore:::transformer_engine.*"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
 ]
 RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 TENSORWISE = recipes.get("tensorwise")
