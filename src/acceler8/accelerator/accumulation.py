@@ -17,7 +17,7 @@ from acceler8.accelerator.optimizer import AcceleratedOptimizer
 from acceler8.accelerator.processes import Processes
 from acceler8.config.run_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from acceler8.errors import ConfigError, NotInThisVersionError
-from acceler8.nn import find_states
+from acceler8.nn import keeps_history
 from acceler8.parallel import Strategy
 
 
@@ -114,7 +114,7 @@ class Accumulation:
 
     def _check_can_join(self, joinables: list[Any]) -> None:
         models = [model for model in joinables if isinstance(model, nn.Module)]
-        delayed = any(state.amax is not None for model in models for state in find_states(model))
+        delayed = any(keeps_history(model) for model in models)
         if delayed or self.scaler is not None:
             what = "the recipe 'delayed'" if delayed else "mixed_precision='fp16'"
             raise NotInThisVersionError(

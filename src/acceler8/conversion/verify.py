@@ -31,6 +31,7 @@ from acceler8.nn import (
     fp8_layers,
     fused_mlps,
     fused_norms,
+    keeps_history,
     run_as_one,
     run_one_by_one,
     state_of,
@@ -301,7 +302,7 @@ def _step(
             )
     del before
     state = state_of(model)
-    if clock.ticks == ticks and (state.amax is not None or state.schedules):
+    if clock.ticks == ticks and (keeps_history(model) or state.schedules):
         what = f"{state.plan.schedule_said} stands still" if state.schedules else "delayed scaling keeps no history"
         bad.append(
             f"step() marked no step boundary, so {what}: use Accelerator, or acceler8.attach(model, optimizer), or call"

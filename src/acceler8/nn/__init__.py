@@ -22,6 +22,7 @@ from acceler8.nn.model_state import (
     find_states,
     fp8_layers,
     fp8_state_dict,
+    keeps_history,
     load_fp8_state_dict,
     state_of,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "fused_heads",
     "fused_mlps",
     "fused_norms",
+    "keeps_history",
     "load_fp8_state_dict",
     "neighbourhood",
     "run_as_one",

@@ -111,6 +111,11 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def keeps_history(model: nn.Module) -> bool:
+    """True if a layer inside ``model`` takes its scales from earlier steps, whichever backend's it is."""
+    return any(layer.__dict__[LAYER_ATTRIBUTE].keeps_history for _, layer in converted_layers(model))
+
+
 def fp8_layers(model: nn.Module) -> Iterator[tuple[str, Fp8Linear]]:
     """``(name, layer)`` of every layer of the native backend, names as in ``model.named_modules()``."""
     for name, module in model.named_modules():

@@ -55,16 +55,16 @@ def convert_model(
 
 
 def _convert_linears(model: nn.Module) -> None:
-    from acceler8.backends.transformer_engine._modules import FP8Linear
+    from acceler8.backends.transformer_engine._modules import TeLinear
     from acceler8.backends.transformer_engine.in_place import take_over
 
     recipe = recipes.get("delayed")
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module, FP8Linear):
+        if not isinstance(module, nn.Linear) or isinstance(module, TeLinear):
             continue
         reason = refuse_linear(module, recipe) or donors.linear_clash(module)
         if reason is None:
-            take_over(module, donors.linear_donor(module), nn.Linear, FP8Linear)
+            take_over(module, donors.linear_donor(module), nn.Linear, TeLinear)
         else:
             _log.info("convert_model left %s: %s", name or "the model itself", reason)
 

@@ -63,7 +63,7 @@ class Pair(nn.Module):
 
     def __init__(self, width: int = 256, hidden: int = 384, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        with torch.random.fork_rng(["cuda"]):
+        with torch.random.fork_rng([0]):
             torch.manual_seed(3)
             self.up = nn.Linear(width, hidden, bias=False, device="cuda", dtype=dtype)
             self.down = nn.Linear(hidden, width, device="cuda", dtype=dtype)

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import acceler8
 from acceler8 import backends, recipes
 from acceler8.backends.transformer_engine import library
-from acceler8.errors import PlanError
+from acceler8.backends.transformer_engine.region import state_manager
+from acceler8.errors import PlanError, VerifyError
 from tests.backends.transformer_engine.gpu import MARKS, Pair, convert, gaussian
 
 pytestmark = MARKS
@@ -165,6 +166,7 @@ def test_resuming_goes_on_as_the_other_would_have():
     }
     resumed = convert(Pair(), delayed())
     backends.get("te").load_state(resumed, state)
+    model.zero_grad()
     for step in range(3, 6):
         run(model, gaussian(64, 256, seed=step))
         run(resumed, gaussian(64, 256, seed=step))
@@ -172,7 +174,7 @@ def test_resuming_goes_on_as_the_other_would_have():
     for name, tensor in histories(model).items():
         assert torch.equal(tensor, histories(resumed)[name]), name
     with pytest.raises(
-        PlanError, match=r"FP8 state 'down.amax_history_bwd' is torch.float32 \(4, 2\); allowed: .* \(8, 2\)"
+        PlanError, match=r"FP8 state 'up.amax_history_fwd' is torch.float32 \(4, 3\); allowed: .* \(8, 3\)"
     ):
         backends.get("te").load_state(convert(Pair(), delayed(amax_history_len=8)), state)
     with pytest.raises(PlanError, match="differ in 1 entries, such as 'steps'"):
@@ -211,6 +213,7 @@ def test_raw_modules_beside_it_are_left_to_themselves():
     model = Pair()
     raw, reference = raw_twin(model), raw_twin(model)
     convert(model, delayed())
+    alone = convert(Pair(), delayed())
     x = gaussian(64, 256)
     for _ in range(3):
         for twin, beside in ((reference, False), (raw, True)):
@@ -219,10 +222,24 @@ def test_raw_modules_beside_it_are_left_to_themselves():
                 if beside:
                     model(x)
             y.float().square().mean().backward()
-        run(model, x)
+        with raw_context():
+            y = model(x)  # a context of the script's own around it ends before the step does
+        y.float().square().mean().backward()
+        acceler8.step(model)
+        run(alone, x)
+    assert all(torch.equal(t, histories(alone)[name]) for name, t in histories(model).items())
     for name in ("up", "down"):
         for side in ("scaling_fwd", "scaling_bwd"):
             assert torch.equal(getattr(raw, name).fp8_meta[side].scale, getattr(reference, name).fp8_meta[side].scale)
+
+
+def test_no_layers_backward_updates_what_is_global(monkeypatch):
+    """Each would, as the first module of its context, which would cost as much as all layers for every layer."""
+    calls = []
+    monkeypatch.setattr(state_manager(), "reduce_and_update_fp8_tensors", lambda forward=True: calls.append(forward))
+    model = convert(Pair(), delayed())
+    model(gaussian(64, 256)).float().square().mean().backward()
+    assert False not in calls
 
 
 def test_a_window_keeps_codes_and_scale_together():
@@ -238,6 +255,27 @@ def test_a_window_keeps_codes_and_scale_together():
         acceler8.step(model)
         acceler8.step(alone)
     assert all(torch.equal(t, histories(alone)[name]) for name, t in histories(model).items())
+
+
+def test_verify_misses_step_boundaries():
+    model = convert(Pair(), delayed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(gaussian(64, 256)).float().square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(VerifyError, match="marked no step boundary, so delayed scaling keeps no history"):
+        acceler8.verify(model, optimizer, step=step)
+    acceler8.attach(model, optimizer)
+    acceler8.verify(model, optimizer, step=step)
+
+
+def test_an_evaluation_without_tokens_comes_first():
+    model = convert(Pair(), delayed()).eval()
+    with torch.no_grad(), acceler8.evaluate_in_fp8(model):
+        assert model(gaussian(0, 256)).shape == (0, 256)
 
 
 def test_steps_that_nobody_marks_are_warned_of(caplog):

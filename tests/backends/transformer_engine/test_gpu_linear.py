@@ -265,9 +265,9 @@ def test_a_copy_is_a_model_of_its_own():
 def test_an_attribute_that_would_be_lost_leaves_the_layer():
     model = Pair()
     model.up.name = "mine"
-    rows = {row.name: row.reason for row in acceler8.plan(model, TENSORWISE, "transformer_engine").rows}
-    assert "its attribute 'name' is one that TransformerEngine's Linear needs" in rows["up"]
-    assert rows["down"] == ""
+    rows = {row.name: row for row in acceler8.plan(model, TENSORWISE, "transformer_engine").rows}
+    assert "its attribute 'name' is one that TransformerEngine's Linear needs" in rows["up"].reason
+    assert rows["down"].is_fp8
 
 
 def test_an_input_on_the_cpu():

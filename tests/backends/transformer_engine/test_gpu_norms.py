@@ -72,7 +72,7 @@ def test_values_and_gradients_are_the_authors(which):
         found.append((norm(leaf).detach(), leaf.grad, *(p.grad for p in norm.parameters())))
     for got, want in zip(*found, strict=True):
         assert got.dtype is want.dtype
-        assert sqnr_db(got, want) > 40
+        assert sqnr_db(got, want) > 35
     assert list(model[0].state_dict()) == list(twin.state_dict())
 
 

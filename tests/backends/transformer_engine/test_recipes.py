@@ -191,3 +191,22 @@ def test_notes():
     assert (
         TE.notes(recipes.get("tensorwise"), torch.device("meta"), TransformerEngineOptions(convert_norms=False)) == []
     )
+
+
+def test_a_start_and_what_stays_for_backward():
+    state = {
+        "scale_up.amax_history_fwd": torch.full((4, 3), 2.0),
+        "scale_up.scale_fwd": torch.full((3,), 2.0),
+        "scale_bwd": torch.full((2,), 2.0),
+        "steps": torch.tensor(7),
+    }
+    start = {name: tensor.unique().tolist() for name, tensor in TE.initial_state(state).items()}
+    expected = {"scale_up.amax_history_fwd": [0.0], "scale_up.scale_fwd": [1.0], "scale_bwd": [1.0], "steps": [0]}
+    assert start == expected
+    kept = {name: TE.kept_input_bytes(recipes.get(name), torch.bfloat16) for name in CLASSES}
+    assert kept == {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
+    assert TE.kept_input_bytes(recipes.get("delayed").with_gemms(wgrad=False), torch.float32) == 4.0
+
+
+def test_the_default_recipe():
+    assert TE.recipe_for(None, None).name == "delayed"

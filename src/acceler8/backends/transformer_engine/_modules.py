@@ -54,7 +54,7 @@ class TeLayerState(LayerState):
         return self.histories is not None
 
 
-class FP8Linear(te.Linear, nn.Linear):  # type: ignore[misc]
+class TeLinear(te.Linear, nn.Linear):  # type: ignore[misc]
     """An ``nn.Linear`` that TransformerEngine computes. Made by conversion, not constructed.
 
     Shape: [..., in_features] -> [..., out_features] on a CUDA device; any number of tokens.
@@ -139,7 +139,7 @@ class FP8Linear(te.Linear, nn.Linear):  # type: ignore[misc]
         y = self._in_fp8(input, state, None)
         if row is not None:
             row.copy_(before)
-        elif state.histories is not None:
+        elif state.histories is not None and self.fp8_initialized:
             self.fp8_meta["scaling_fwd"].amax_history[0].zero_()
         return y
 
@@ -229,7 +229,7 @@ class _Norm(nn.Module):
         self._acceler8_te_norm.author._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
 
-class FP8LayerNorm(_Norm, te.LayerNorm):  # type: ignore[misc]
+class TeLayerNorm(_Norm, te.LayerNorm):  # type: ignore[misc]
     """Mixin in front of the author's LayerNorm."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -242,7 +242,7 @@ class FP8LayerNorm(_Norm, te.LayerNorm):  # type: ignore[misc]
         return layer_norms.rebuild, (self._acceler8_te_norm.author,), self.__dict__
 
 
-class FP8RMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
+class TeRMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
     """Mixin in front of the author's RMSNorm."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -255,5 +255,5 @@ class FP8RMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
         return rms_norms.rebuild, (self._acceler8_te_norm.author,), self.__dict__
 
 
-layer_norms = AuthorsClass(FP8LayerNorm, prefix="Te")
-rms_norms = AuthorsClass(FP8RMSNorm, prefix="Te")
+layer_norms = AuthorsClass(TeLayerNorm, prefix="Te")
+rms_norms = AuthorsClass(TeRMSNorm, prefix="Te")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from acceler8.backends.capability import Capability
+from acceler8.backends.capability import Capability, kind_of
 from acceler8.backends.options import BackendOptions
 from acceler8.backends.protocol import AlsoConverted, Backend, Conversion
 from acceler8.backends.transformer_engine import library
@@ -34,6 +34,7 @@ class TransformerEngineBackend(Backend):
 
     name = "transformer_engine"
     options_type = TransformerEngineOptions
+    default_recipe = "delayed"
 
     def unavailable(self) -> str | None:
         """Missing, too old, of mixed versions, or unable to load: one sentence, found out once."""
@@ -48,7 +49,7 @@ class TransformerEngineBackend(Backend):
         if reason := unsupported(recipe) or super().lacks(recipe, device, strategy):
             return reason
         cuda = torch.version.cuda
-        if recipe.name == "blockwise" and cuda is not None and library.numbers(cuda)[:2] < _BLOCKWISE_CUDA:
+        if kind_of(recipe) == "blockwise" and cuda is not None and library.numbers(cuda)[:2] < _BLOCKWISE_CUDA:
             return (
                 f"recipe 'blockwise' needs CUDA {'.'.join(map(str, _BLOCKWISE_CUDA))} or newer, and torch"
                 f" {torch.__version__} is built for {cuda}; allowed there: delayed, tensorwise; choose one of them, or"
@@ -67,6 +68,12 @@ class TransformerEngineBackend(Backend):
                 " LayerNorm gives FP32"
             )
         return notes
+
+    def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float:
+        """Codes and their scales, in one orientation; the input itself where wgrad reads that."""
+        if not recipe.wgrad.is_fp8:
+            return float(dtype.itemsize)
+        return 1.0 + {"blockwise": 4 / 128, "mxfp8": 1 / 32}.get(kind_of(recipe), 0.0)
 
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
         """The layer rules of FP8 GEMMs, the recipe's blocks, and attributes that TransformerEngine has too."""
@@ -117,6 +124,13 @@ class TransformerEngineBackend(Backend):
         """Amax histories and scales of delayed scaling by layer name; else nothing."""
         histories = self._histories(model)
         return {} if histories is None else histories.state()
+
+    def initial_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Histories of zeros and scales of one."""
+        return {
+            name: torch.ones_like(tensor) if name.rpartition(".")[2].startswith("scale_") else torch.zeros_like(tensor)
+            for name, tensor in state.items()
+        }
 
     def load_state(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Restore what ``state`` gave. Raises PlanError if it does not fit; nothing is changed then."""

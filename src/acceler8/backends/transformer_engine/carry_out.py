@@ -24,7 +24,7 @@ _LAYER, _NORM = "_acceler8_layer", "_acceler8_te_norm"
 
 def convert(conversion: Conversion, *, with_norms: bool) -> None:
     """Change the class of the conversion's layers, and of the norms that it names. All donors are made first."""
-    from acceler8.backends.transformer_engine._modules import FP8Linear, TeLayerState
+    from acceler8.backends.transformer_engine._modules import TeLayerState, TeLinear
 
     donors = [linear_donor(module) for _, module, _ in conversion.layers]  # type: ignore[arg-type]
     norms = _norms_of(conversion) if with_norms else []
@@ -51,7 +51,7 @@ def convert(conversion: Conversion, *, with_norms: bool) -> None:
             wgrad=described.wgrad,
             histories=histories if recipe.is_delayed else None,
         )
-        take_over(module, donor, nn.Linear, FP8Linear)
+        take_over(module, donor, nn.Linear, TeLinear)
         module.__dict__[_LAYER] = layer
         state.codes.append(layer.cache)
         if recipe.is_delayed:
@@ -81,19 +81,19 @@ def convert_norm(norm: Norm, donor: nn.Module, schedules: list[Any], *, always: 
 def restore(model: nn.Module, *, linears: bool = True, norms: bool = True) -> None:
     """Undo ``convert`` for everything inside ``model``, or for its linear layers or norms alone."""
     from acceler8.backends.transformer_engine._modules import (
-        FP8LayerNorm,
-        FP8Linear,
-        FP8RMSNorm,
+        TeLayerNorm,
+        TeLinear,
+        TeRMSNorm,
         layer_norms,
         rms_norms,
     )
 
     for module in model.modules():
-        if linears and isinstance(module, FP8Linear):
+        if linears and isinstance(module, TeLinear):
             module.__dict__.pop(_LAYER, None)
             module.__dict__.pop("_acceler8_pending", None)
-            give_back(module, FP8Linear, nn.Linear)
-        elif norms and isinstance(module, (FP8LayerNorm, FP8RMSNorm)):
+            give_back(module, TeLinear, nn.Linear)
+        elif norms and isinstance(module, (TeLayerNorm, TeRMSNorm)):
             state = module.__dict__.pop(_NORM)
-            classes = rms_norms if isinstance(module, FP8RMSNorm) else layer_norms
+            classes = rms_norms if isinstance(module, TeRMSNorm) else layer_norms
             give_back(module, classes.of(state.author), state.author)

@@ -5,7 +5,7 @@ every module of the process. With contexts bound to layers each layer's forward 
 would count twice, and micro-batches that share cached weight codes would see their scale change under them. So layers
 are kept out of its global buffers, their casts only raise the staging row of the history (an atomic maximum, so that
 repetition changes nothing), and at a step boundary its own kernel makes the scales of the next step: for one
-micro-batch per step the same numbers as TransformerEngine's, bit for bit.
+micro-batch per step the same numbers as TransformerEngine's, bit for bit. Only an amax that is not finite is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from acceler8.backends.transformer_engine.region import state_manager
 from acceler8.errors import PlanError
 
 if TYPE_CHECKING:
-    from acceler8.backends.transformer_engine._modules import FP8Linear
+    from acceler8.backends.transformer_engine._modules import TeLinear
 
 _SIDES = (("fwd", "scaling_fwd"), ("bwd", "scaling_bwd"))
 STEPS = "steps"
@@ -30,13 +30,46 @@ def keep_out(fp8_meta: dict[str, Any]) -> None:
     fp8_meta[state_manager().get_buffer_info()] = (0, "acceler8", 0, "acceler8")
 
 
+class _Side:
+    """The tensors of forward or backward of all layers that share a recipe, looked up once."""
+
+    def __init__(self, layers: list[TeLinear], key: str) -> None:
+        self.recipe = layers[0]._acceler8_layer.te_recipe
+        self.owners = [(layer, layer.fp8_meta[key]) for layer in layers]
+        self.key = key
+        states = [state for _, state in self.owners]
+        self.histories = [state.amax_history for state in states]
+        self.scales = [state.scale for state in states]
+        self.staging = [history[0] for history in self.histories]
+        self.sizes = [row.numel() for row in self.staging]
+        self.dtype = states[0].dtype
+
+    def is_current(self) -> bool:
+        """False once a layer has other tensors."""
+        return all(layer.fp8_meta.get(self.key) is state for layer, state in self.owners)
+
+    def update(self) -> None:
+        """Push this step's amaxes and make the scales of the next."""
+        import transformer_engine_torch as tex
+
+        amaxes = torch.cat(self.staging)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX)
+        amaxes = torch.where(amaxes.isfinite(), amaxes, 0.0)  # one would freeze the scale for as long as it is kept
+        torch._foreach_copy_(self.staging, amaxes.split(self.sizes))
+        tex.fused_amax_and_scale_update_after_reduction(
+            amaxes, self.histories, self.scales, self.recipe.amax_compute_algo, self.dtype, self.recipe.margin
+        )
+
+
 class AmaxHistories:
     """Those of all layers of one model under delayed scaling."""
 
-    def __init__(self, layers: list[tuple[str, FP8Linear]], interval: int) -> None:
+    def __init__(self, layers: list[tuple[str, TeLinear]], interval: int) -> None:
         self.layers = layers
         self.interval = interval
         self.steps = 0
+        self._sides: list[_Side] = []
 
     def initialise(self) -> None:
         """Give every layer its tensors, on the device of its weight, also those that did not run yet: processes then
@@ -51,29 +84,21 @@ class AmaxHistories:
         self.steps += 1
         if self.steps % self.interval or not any(layer.fp8_initialized for _, layer in self.layers):
             return
+        if not self._sides or not all(side.is_current() for side in self._sides):
+            self._sides = self._find_sides()
+        for side in self._sides:
+            side.update()
+
+    def _find_sides(self) -> list[_Side]:
         self.initialise()
-        groups: dict[int, list[FP8Linear]] = {}
+        groups: dict[int, list[TeLinear]] = {}
         for _, layer in self.layers:
             groups.setdefault(id(layer._acceler8_layer.te_recipe), []).append(layer)
-        for layers in groups.values():
-            recipe = layers[0]._acceler8_layer.te_recipe
-            for _, key in _SIDES:
-                self._update([layer.fp8_meta[key] for layer in layers], recipe)
+        return [_Side(layers, key) for layers in groups.values() for _, key in _SIDES]
 
-    def _update(self, states: list[Any], recipe: Any) -> None:
-        import transformer_engine_torch as tex
-
-        amaxes = torch.cat([state.amax_history[0] for state in states])
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX)
-        tex.fused_amax_and_scale_update_after_reduction(
-            amaxes,
-            [state.amax_history for state in states],
-            [state.scale for state in states],
-            recipe.amax_compute_algo,
-            states[0].dtype,
-            recipe.margin,
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy looks its tensors up anew."""
+        return {**self.__dict__, "_sides": []}
 
     def state(self) -> dict[str, Tensor]:
         """Copies of histories and scales by layer name, for a checkpoint.
