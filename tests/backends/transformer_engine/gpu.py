@@ -41,7 +41,7 @@ def convert(model: nn.Module, recipe: object, **settings: object) -> nn.Module:
 
 def sqnr_db(got: Tensor, want: Tensor) -> float:
     """Signal to quantisation noise."""
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     noise = float((got - want).square().sum())
     return math.inf if noise == 0 else 10 * math.log10(float(want.square().sum()) / noise)
 
