@@ -18,7 +18,10 @@ _REASON = library.unavailable()
 MARKS = [
     pytest.mark.requires(sm=89),
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-    *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
+    *(
+        pytest.mark.filterwarnings(f"ignore::{kind}")
+        for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "SyntaxWarning")
+    ),
 ]
 RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 TENSORWISE = recipes.get("tensorwise")
