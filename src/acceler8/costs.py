@@ -9,7 +9,8 @@ extrapolated one would look like a measured one.
 A file is JSON: ``format`` ("acceler8-costs"), ``version``, ``gpu``, ``torch``, ``date``, ``commit``, ``source``
 ("measured", or "derived" from another table, as ``derivation`` then says), ``timing`` ("graph": what the GPU was busy
 for, in replayed CUDA graphs; "eager": calls, with the waits for the host), and ``entries``, each with ``m`` (tokens),
-``k`` (in_features), ``n`` (out_features), ``recipe`` ("bf16" or a recipe's name) and ``ms``. All times of a table are
+``k`` (in_features), ``n`` (out_features), ``recipe`` ("bf16", a recipe's name, or with another backend than the native
+one ``backend:recipe``) and ``ms``. All times of a table are
 of one timing, else they could not be compared.
 """
 
@@ -39,6 +40,17 @@ SHIPPED = Path(__file__).parent / "cost_tables"
 
 Shape = tuple[int, int, int]
 """(M, K, N): tokens, in_features, out_features."""
+
+
+def entry_name(backend: str, recipe: str) -> str:
+    """What a recipe is called in a table: by its name, with another backend than the native one ``backend:recipe``."""
+    return recipe if backend == "native" else f"{backend}:{recipe}"
+
+
+def backend_and_recipe(entry: str) -> tuple[str, str]:
+    """Inverse of ``entry_name``."""
+    backend, _, recipe = entry.rpartition(":")
+    return backend or "native", recipe
 
 
 def user_folder() -> Path:
@@ -222,4 +234,7 @@ def _around(value: int, axis: list[int]) -> list[tuple[int, float]]:
     return [(low, 1.0 - share), (high, share)]
 
 
-__all__ = ["BF16", "SHIPPED", "CostTable", "file_name", "gpu_of", "known_gpus", "user_folder"]
+__all__ = [
+    "BF16", "SHIPPED", "CostTable", "backend_and_recipe", "entry_name", "file_name", "gpu_of", "known_gpus",
+    "user_folder",
+]  # fmt: skip

@@ -64,3 +64,30 @@ def test_a_table_ends_with_its_budget():
     table, notes = measure_costs(CPU, ["rowwise"], tokens=(32, 64), sizes=(32,), budget_s=-1.0)
     assert table.entries == {}
     assert notes == ["2 of 2 shapes left out: -1 s were over"]
+
+
+def test_other_backends_stand_beside_ours():
+    pytest.importorskip("torchao")
+    names = ["torchao:rowwise", "rowwise", "torchao:tensorwise"]
+    table, notes = measure_costs(CPU, names, tokens=(32, 64), sizes=(32,))
+    assert notes == []
+    assert {name: len(found) for name, found in table.entries.items()} == {
+        BF16: 2, "rowwise": 2, "torchao:rowwise": 2, "torchao:tensorwise": 2,
+    }  # fmt: skip
+
+
+def test_another_backend_that_fails_is_left_out_of_the_table(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torchao")
+    right = layers.worst_db
+    is_ours = [True]
+    monkeypatch.setattr(layers, "worst_db", lambda sample, exact: right(sample, exact) if is_ours[0] else 3.0)
+    made = layers.Layer.__init__
+
+    def note(self, operands, recipe):
+        is_ours[0] = recipe is None or ":" not in recipe
+        made(self, operands, recipe)
+
+    monkeypatch.setattr(layers.Layer, "__init__", note)
+    table, notes = measure_costs(CPU, ["rowwise", "torchao:rowwise"], tokens=(32, 64), sizes=(32,))
+    assert {name: len(found) for name, found in table.entries.items()} == {BF16: 2, "rowwise": 2}
+    assert notes == ["torchao:rowwise has no entries: its layer failed, or could not be captured"]

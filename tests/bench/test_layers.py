@@ -11,6 +11,7 @@ import torch
 from acceler8.bench import layers
 from acceler8.bench.layers import Layer, Operands, layer_rows, linear, ready, worst_db
 from acceler8.conversion.graphed_step import CudaGraphs
+from acceler8.errors import PlanError
 
 CPU = torch.device("cpu")
 SHAPE = (32, 64, 48)
@@ -65,6 +66,42 @@ def test_a_layer_gives_result_and_gradients_of_the_shared_operands():
         torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=2**-6)
     assert 26 < worst_db(fp8.run(), (y, dx, dw)) < 32  # one cast of each operand, not none
     assert operands.flops == 6 * 32 * 64 * 48
+
+
+def test_a_layer_of_another_backend():
+    pytest.importorskip("torchao")
+    operands = Operands(linear(SHAPE), CPU)
+    plain, other = Layer(operands, None), Layer(operands, "torchao:rowwise")
+    assert plain.modules[0].weight is other.modules[0].weight
+    assert type(other.modules[0]).__mro__[1].__name__ == "Float8Linear"
+    assert 22 < worst_db(other.run(), plain.run()) < 32
+    rows = {row.name: row for row in layers.layer_rows(linear(SHAPE), ["torchao:rowwise"], CPU, None, rounds=1)}
+    assert rows["torchao:rowwise"].labels["group"] == "torchao"
+    assert rows["torchao:rowwise"].ms is not None
+
+
+def test_recipes_of_other_backends_are_checked():
+    pytest.importorskip("torchao")
+    assert layers.layer_recipes(CPU, ["rowwise", "torchao:rowwise"]) == ["rowwise", "torchao:rowwise"]
+    assert not any(":" in name for name in layers.layer_recipes(CPU, None))
+    with pytest.raises(PlanError, match="backend 'torchao' has no recipe delayed; allowed there: tensorwise, rowwise"):
+        layers.layer_recipes(CPU, ["torchao:delayed"])
+    with pytest.raises(PlanError, match="unknown backend 'torcha'; did you mean 'torchao'"):
+        layers.layer_recipes(CPU, ["torcha:rowwise"])
+
+
+def test_another_backend_that_cannot_be_captured_costs_the_others_nothing():
+    pytest.importorskip("torchao")
+
+    class Picky(Again):
+        def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            if type(function.__self__.modules[0]).__mro__[1].__name__ == "Float8Linear":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().record(function)
+
+    rows = layers.timed_rows(linear(SHAPE), ["rowwise", "torchao:rowwise"], CPU, Picky(), rounds=1)
+    assert [(row.status, row.ms is not None) for row in rows] == [("ok", True), ("ok", True), ("error", False)]
+    assert "not captured as a CUDA graph" in rows[2].detail
 
 
 def test_a_wrong_gradient_is_found():

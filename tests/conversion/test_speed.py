@@ -386,3 +386,24 @@ def test_a_left_layer_computes_what_the_plain_one_does(home: Path):
     acceler8.convert(model, acceler8.plan(model, tokens=64, gpu=GPU))
     assert torch.equal(model["small"](x), before)
     assert [name for name, _ in fp8_layers(model)] == ["large"]
+
+
+def test_other_backends_have_entries_of_their_own(home: Path):
+    pytest.importorskip("torchao")
+    table(names=("rowwise", "torchao:rowwise"), fp8=lambda m, k, n: 2 * bf16_ms(m, k, n)).save(
+        user_folder() / file_name(GPU)
+    )
+    model = linears(first=(128, 256), middle=(256, 128), last=(128, 256))
+    made = acceler8.plan(model, "rowwise", "torchao", tokens=64, gpu=GPU)
+    is_fp8, reason = rows(made)["middle"]
+    assert not is_fp8
+    assert "FP8 would be 0.50x here" in reason
+    table().save(user_folder() / file_name(GPU))
+    made = acceler8.plan(model, "rowwise", "torchao", tokens=64, gpu=GPU)
+    assert rows(made)["middle"][0]
+    assert made.speed is None
+    assert [note for note in made.notes if "speed" in note] == [
+        f"speed not measured: the {GPU} table of 2026-11-30 has no recipe of torchao; `acceler8 bench gemm --save` adds"
+        " them"
+    ]
+    assert not [note for note in acceler8.plan(model, "rowwise", "torchao").notes if "speed" in note]

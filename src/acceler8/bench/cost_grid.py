@@ -40,9 +40,11 @@ def measure_costs(
 
     Recipes whose block does not divide a size are measured all the same, filled as they train. Points that do not fit
     into memory, or come behind ``budget_s`` seconds, are left out. ``capture``: None takes CUDA graphs on a GPU. If a
-    layer cannot be captured the grid is begun anew with eager calls, as the table's ``timing`` then says. Raises
-    RunError if a result is wrong.
+    layer cannot be captured the grid is begun anew with eager calls, as the table's ``timing`` then says. Recipes of
+    other backends come behind, for as many seconds again; one whose layer cannot be captured has no entries. Raises
+    RunError if a result of ours is wrong.
     """
+    names, others = [n for n in names if ":" not in n], [n for n in names if ":" in n]
     capture = capture or capture_for(device)
     end = time.perf_counter() + budget_s
     grid = sorted(itertools.product(tokens, sizes, sizes), key=lambda shape: (math.prod(shape), shape))
@@ -57,6 +59,13 @@ def measure_costs(
     if left := len(grid) - len(missing) - len(entries.get(BF16, {})):
         notes.append(f"{left} of {len(grid)} shapes left out: {budget_s:.0f} s were over")
     notes += [f"{said(shape)} left out: too large for the memory" for shape in missing]
+    if others:
+        end = time.perf_counter() + budget_s
+        found, _ = _measure_grid(grid, others, device, capture, end, say)
+        entries |= {name: found[name] for name in others}
+        notes += [
+            f"{name} has no entries: its layer failed, or could not be captured" for name in others if not found[name]
+        ]
     said_facts = facts(device)
     table = CostTable(
         gpu=device_name(device), torch=said_facts["torch"], date=said_facts["date"], commit=said_facts["commit"],
@@ -80,7 +89,7 @@ def _measure_grid(
     largest = timing.free_bytes(device) * 0.8 if device.type == "cuda" else math.inf
     for number, shape in enumerate(grid):
         m, k, n = shape
-        if time.perf_counter() > end:
+        if not names or time.perf_counter() > end:
             break
         if number % 16 == 0:
             say(f"shape {number + 1} of {len(grid)}: {said(shape)}, {max(0.0, end - time.perf_counter()):.0f} s left")
@@ -89,12 +98,17 @@ def _measure_grid(
             continue
         rounds = ROUNDS if 6.0 * m * k * n < LARGE_FLOPS else ROUNDS_OF_LARGE
         try:
-            rows = timed_rows(linear(shape), names, device, capture, rounds=rounds, is_strict=True)
+            rows = timed_rows(
+                linear(shape), names, device, capture, rounds=rounds, is_strict=not any(":" in name for name in names)
+            )
         except torch.OutOfMemoryError:
             missing.append(shape)
             timing.release(device)
             continue
         for row in rows:
+            if row.ms is None and ":" in row.name:
+                names = [name for name in names if name != row.name]
+                continue
             if row.ms is None:
                 raise RunError(
                     f"{row.name} on {said(shape)} has {row.values['sqnr_db']:.1f} dB, which is wrong; no cost table is"

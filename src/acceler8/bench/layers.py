@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import acceler8
-from acceler8 import recipes
+from acceler8 import backends, recipes
 from acceler8.bench import timing
 from acceler8.bench.results import Row, one_line
 from acceler8.conversion.graphed_step import Capture, CudaGraphs
-from acceler8.costs import BF16
-from acceler8.errors import Acceler8Error
+from acceler8.costs import BF16, backend_and_recipe, entry_name
+from acceler8.errors import Acceler8Error, PlanError
 from acceler8.kernels import has_hardware_matmul
 
 Shape = tuple[int, int, int]
@@ -131,14 +131,20 @@ def _copies(size: int, device: torch.device) -> int:
 
 
 class Layer:
-    """A unit with its operands, in BF16 (None) or by a recipe."""
+    """A unit with its operands, in BF16 (None) or by a recipe, ``backend:recipe`` with another backend."""
 
     def __init__(self, operands: Operands, recipe: str | None) -> None:
         self.operands = operands
         self.modules = operands.modules()
+        self.is_delayed = False
         if recipe is not None:
-            acceler8.convert(self.modules, recipe)
-        self.is_delayed = recipe is not None and recipes.get(recipe).is_delayed
+            backend, word = backend_and_recipe(recipe)
+            if backend == "native":
+                acceler8.convert(self.modules, word)
+            else:  # all of them: what a library leaves by default is not what is measured
+                plan = acceler8.plan(self.modules, word, backend, filter_fn=lambda name, module: True)
+                acceler8.convert(self.modules, plan)
+            self.is_delayed = recipes.get(word).is_delayed
 
     def _context(self) -> AbstractContextManager[Any]:
         if self.operands.unit.weight_dtype is torch.bfloat16:
@@ -220,13 +226,34 @@ def capture_for(device: torch.device) -> Capture | None:
 
 
 def layer_recipes(device: torch.device, wanted: Sequence[str] | None) -> list[str]:
-    """The recipes that are asked for; by default those that the device multiplies itself (on a CPU all but MX)."""
+    """The recipes that are asked for, those of other backends as ``backend:recipe``.
+
+    By default those that the device multiplies itself (on a CPU all but MX), and on a GPU those of each backend that is
+    installed. Raises PlanError for a backend that is not, and for a recipe that it lacks on this device.
+    """
     for name in wanted or ():
-        recipes.get(name)
+        backend, word = backend_and_recipe(name)
+        engine = backends.get(backend)
+        if (problem := engine.lacks(recipes.get(word), device)) is not None:
+            raise PlanError(problem)
+    if wanted:
+        return list(wanted)
     known = [recipes.get(name) for name in recipes.names() if name != "mxfp8"]
-    return list(wanted) if wanted else [
+    own = [
         r.name for r in known if device.type == "cpu" or not r.fp8_gemms or has_hardware_matmul(device, r.granularity)
     ]  # fmt: skip
+    return own if device.type == "cpu" else [*own, *_of_other_backends(device)]
+
+
+def _of_other_backends(device: torch.device) -> list[str]:
+    engines = [backends.find(name) for name in backends.names() if name != "native"]
+    return [
+        entry_name(engine.name, name)
+        for engine in engines
+        if engine.unavailable() is None
+        for name in recipes.names()
+        if engine.lacks(recipes.get(name), device) is None
+    ]
 
 
 def layer_rows(
@@ -269,14 +296,18 @@ def timed_rows(
     found: dict[str, Ready] = {}
     for name in (BF16, *names):
         is_plain = name == BF16
-        labels = {"group": "PyTorch" if is_plain else "acceler8", "shape": unit.label, "layer": unit.name}
+        group = "PyTorch" if is_plain else backend_and_recipe(name)[0].replace("native", "acceler8")
+        labels = {"group": group, "shape": unit.label, "layer": unit.name}
         row = Row(name=name, labels=labels | {"recipe": None if is_plain else name, "timing": kind})
         rows.append(row)
         try:
             layer = Layer(operands, None if is_plain else name)
             one = ready(layer, capture)
-        except NoGraphError:
-            raise
+        except NoGraphError as error:
+            if ":" not in name:
+                raise
+            row.status, row.detail = "error", f"not captured as a CUDA graph: {error}"
+            continue
         except Exception as error:
             if is_strict or is_plain:
                 raise

@@ -1,7 +1,7 @@
 """One model under every backend: what each would make FP8, how long its linear layers take, what they keep.
 
-Every number says where it is from. Time is predicted where a cost table has it, which is the native backend; nobody
-measured the others layer by layer, so theirs reads "not measured here". What layers keep of their inputs until backward
+Every number says where it is from. Time is predicted where a cost table has it; the shipped ones have the native
+backend's, and what is not in a table reads "not measured here". What layers keep of their inputs until backward
 follows from the dtypes: it is no peak, which attention, the head and the optimizer make.
 """
 
@@ -74,8 +74,7 @@ def compare(
             of_layers = [asked] if not hasattr(asked, "patterns") else [own for _, own in asked.patterns if own]
             if lacking := [why for own in of_layers if (why := device and engine.lacks(own, device)) is not None]:
                 raise PlanError(lacking[0])
-            timed: dict[str, Any] = {"tokens": tokens, "gpu": gpu} if name == "native" else {}
-            plans[name] = make_plan(model, recipe, name, **timed, **arguments)
+            plans[name] = make_plan(model, recipe, name, tokens=tokens, gpu=gpu, **arguments)
         except (PlanError, RecipeError) as error:
             problems[name] = str(error)
     groups = _shared_inputs(plans)

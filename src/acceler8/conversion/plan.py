@@ -26,7 +26,7 @@ from acceler8.conversion.blocks import block_of, find_blocks
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
 from acceler8.conversion.fusions import find_fusions
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
-from acceler8.conversion.speed import Forecast, Prediction, Speed, check_tokens, find_costs, ms, times
+from acceler8.conversion.speed import MEASURE, Forecast, Prediction, Speed, check_tokens, find_costs, ms, times
 from acceler8.costs import CostTable
 from acceler8.errors import PlanError, unknown_name
 from acceler8.nn import NormKind
@@ -326,8 +326,16 @@ def plan(
         elif not _what_is_fp8(own, weights[0].requires_grad):
             reason = "nothing of it is in FP8 by this recipe" + ("" if weights[0].requires_grad else ": frozen")
         rows.append(_row(name, module, weights, reason, own))
-    table, notes = find_costs(costs, gpu, tokens, _device_of(model)) if engine.name == "native" else (None, [])
-    forecast = Forecast(table, tokens) if table is not None and tokens is not None else None
+    table, notes = find_costs(costs, gpu, tokens, _device_of(model))
+    forecast = Forecast(table, tokens, engine.name) if table is not None and tokens is not None else None
+    if engine.name != "native":
+        if forecast is not None and not forecast.knows_backend:
+            notes = [
+                f"speed not measured: the {forecast.table.said} has no recipe of {engine.name}; {MEASURE} adds them"
+            ]
+            forecast = None
+        elif tokens is None:
+            notes = []
     asked = {row.name for row in rows if filter_fn is not None or _is_asked_for(recipe, row.name)}
     kept = {row.name for row in rows if row.is_fp8} if not never_slower else asked
     rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, fuse and engine.fuses)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 
 from acceler8 import recipes as registry
 from acceler8.backends import Fusion
-from acceler8.costs import CostTable, gpu_of, known_gpus
+from acceler8.costs import CostTable, entry_name, gpu_of, known_gpus
 from acceler8.errors import PlanError, unknown_name
 from acceler8.recipes import Recipe
 
@@ -162,10 +163,16 @@ def _path(costs: CostTable | Path | str) -> object:
 class Forecast:
     """Predictions from one table for one number of tokens."""
 
-    def __init__(self, table: CostTable, tokens: int) -> None:
+    def __init__(self, table: CostTable, tokens: int, backend: str = "native") -> None:
         self.table, self.tokens = table, tokens
-        known = [registry.get(name) for name in registry.names() if name in table.entries]
-        self._names = {_work(recipe): recipe.name for recipe in known}
+        self._entry = partial(entry_name, backend)
+        known = [registry.get(name) for name in registry.names() if self._entry(name) in table.entries]
+        self._names = {_work(recipe): self._entry(recipe.name) for recipe in known}
+
+    @property
+    def knows_backend(self) -> bool:
+        """True if any recipe of the backend was measured."""
+        return bool(self._names)
 
     def bf16_ms(self, layer: nn.Linear) -> float | None:
         """Milliseconds of a layer in BF16."""
