@@ -259,6 +259,8 @@ def test_settings_reach_the_layers(tmp_path: Path) -> None:
     assert config.cast_config_input.short_str() == "dyn_axs_e4m3"
     assert model[2]._acceler8_layer.is_fp8(training=False)
     model = yaml_run(tmp_path, "  recipe: rowwise\n  override_linear_precision: [false, false, true]\n")
+    by_name = yaml_run(tmp_path, "  recipe: rowwise_with_gw_hp\n")
+    assert by_name[2].config == model[2].config
     want = library.library().Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     object.__setattr__(want, "pad_inner_dim", True)
     assert model[2].config == want

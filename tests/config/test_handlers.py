@@ -253,6 +253,15 @@ def test_defaults_give_the_named_recipe(name) -> None:
     assert NativeRecipeKwargs(recipe=name).to_recipe() == recipes.get(name)
 
 
+def test_torchaos_name_is_rowwise_without_wgrad() -> None:
+    made = NativeRecipeKwargs(recipe="rowwise_with_gw_hp", pow2_scales=True).to_recipe()
+    assert made == recipes.get("rowwise", pow2_scales=True).with_gemms(wgrad=False)
+    handler = NativeRecipeKwargs(recipe="tensorwise", layer_recipes=["*.up=rowwise_with_gw_hp"])
+    assert [(pattern, recipe.name, recipe.wgrad.is_fp8) for pattern, recipe in handler.to_recipe().patterns] == [
+        ("*.up", "rowwise", False), ("*", "tensorwise", True),
+    ]  # fmt: skip
+
+
 def test_delayed_defaults_are_those_of_the_scaling() -> None:
     for key in DelayedScaling.__dataclass_fields__:
         default = ENTRIES[f"fp8_config.{key}"].setting.defaults["NATIVE"]

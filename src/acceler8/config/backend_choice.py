@@ -15,7 +15,7 @@ from acceler8.config.enums import FP8BackendType
 from acceler8.config.handlers import build_recipes
 from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES, Entry
-from acceler8.config.schema import BACKENDS, RECIPES
+from acceler8.config.schema import BACKENDS, GW_HP, RECIPES
 from acceler8.config.sources import DEFAULT, Effective, Precedence, Source, Value
 from acceler8.errors import ConfigError, MissingLibraryError, RecipeError
 
@@ -252,7 +252,7 @@ def _check_recipe(effective: Effective, backend: str) -> None:
                 f" {', '.join(names)} ({recipe_source}); set recipe delayed, or remove {ENTRIES[path].key}"
             )
     decides = effective[_FP8 + "fp8_format"] or effective[_FP8 + "save_for_backward"]
-    if decides and set(names) <= set(RECIPES):
+    if decides and set(names) <= {*RECIPES, GW_HP}:
         recipe_of(effective, backend)
     _check_schedule(effective)
 

@@ -21,7 +21,7 @@ from acceler8.config.availability import is_transformer_engine_available
 from acceler8.config.environment import current_environment, read_environment
 from acceler8.config.kinds import layer_patterns
 from acceler8.config.registry import ENTRIES
-from acceler8.config.schema import RECIPES
+from acceler8.config.schema import GW_HP, RECIPES
 from acceler8.config.sources import DEFAULT, Precedence, RouteValues, Source, Value
 from acceler8.errors import ConfigError
 
@@ -491,12 +491,15 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     from acceler8 import recipes
 
     name = values.get("recipe") or ENTRIES["fp8_config.recipe"].setting.defaults["NATIVE"]
+    is_gw_hp = name == GW_HP
+    name = "rowwise" if is_gw_hp else name
     fields = {key: values.get(key) for key in (*_OF_EVERY_RECIPE, *(_DELAYED if name == "delayed" else ()))}
     if values.get("use_autocast_during_eval") is not None:
         fields["eval"] = "fp8" if values["use_autocast_during_eval"] else "high_precision"
     given = {key: value for key, value in fields.items() if value is not None}
     recipe = recipes.get(name, formats=values.get("fp8_format"), **given)
     fprop, dgrad, wgrad = values.get("override_linear_precision") or (False, False, False)
+    wgrad = wgrad or is_gw_hp
     return recipe.with_gemms(fprop=not fprop, dgrad=not dgrad, wgrad=not wgrad)
 
 

@@ -32,6 +32,9 @@ from acceler8.config.setting import Setting
 
 BACKENDS = tuple(word for word in FP8BackendType.list() if word != "NO")
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activations_only")
+GW_HP = "rowwise_with_gw_hp"
+"""torchao's name for ``rowwise`` with wgrad in high precision."""
+_WORDS = (*RECIPES, GW_HP)
 _LAYERWISE = ("NATIVE", "AO", "TE")  # backends that take a recipe, layer by layer
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
 PRECISIONS = tuple(PrecisionType.list())
@@ -75,8 +78,8 @@ class Fp8Config(Section):
         str | None,
         _fp8(
             "recipe",
-            kind=Choice(RECIPES),
-            help="Granularity and time of the scales.",
+            kind=Choice(_WORDS),
+            help="Granularity and time of the scales (rowwise_with_gw_hp: rowwise, wgrad in high precision).",
             ask="Which recipe?",
             backends=_LAYERWISE,
             defaults={"NATIVE": "rowwise", "AO": "tensorwise", "TE": "delayed"},
@@ -86,7 +89,7 @@ class Fp8Config(Section):
         tuple[str, ...] | None,
         _fp8(
             "layer_recipes",
-            kind=LayerPatterns(RECIPES),
+            kind=LayerPatterns(_WORDS),
             help="Recipes of single layers, by pattern (as in skip); a layer that none fits has recipe.",
             backends=_LAYERWISE,
             defaults=dict.fromkeys(_LAYERWISE, ()),
