@@ -19,7 +19,7 @@ from torch import nn
 import acceler8
 from acceler8.accelerator import Accelerator
 from acceler8.backends.torchao import library
-from acceler8.errors import ConfigError, VerifyError
+from acceler8.errors import ConfigError, MissingLibraryError, VerifyError
 from acceler8.nn import converted_layers
 from acceler8.utils import AORecipeKwargs, TorchDynamoPlugin
 from tests.config.packages import forget_environment
@@ -376,3 +376,21 @@ def test_a_run_goes_on_with_another_backend(tmp_path: Path, order: tuple[str, ..
     # the same numbers but for which two layers are FP8, so what a lost optimizer state would do stands out
     assert losses == pytest.approx(want, rel=0.02)
     assert copy.deepcopy(model) is not model
+
+
+def test_a_library_that_does_not_load_is_said_by_the_constructor(monkeypatch):
+    def fails(name: str, *args: Any) -> Any:
+        raise ImportError("undefined symbol: _ZN5torch\nwith a second line")
+
+    library._problem_of.cache_clear()
+    monkeypatch.setattr(library, "import_module", fails)
+    try:
+        with pytest.raises(MissingLibraryError) as error:
+            Accelerator(mixed_precision="fp8", backend="AO")
+    finally:
+        library._problem_of.cache_clear()
+    said = str(error.value)
+    assert said.startswith("code Accelerator(backend=): FP8 backend ao cannot be used: torchao")
+    assert "cannot be imported with torch" in said
+    assert "\n" not in said
+    assert Accelerator(mixed_precision="bf16").backend == "no"  # nothing of it is needed then

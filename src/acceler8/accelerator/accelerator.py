@@ -70,7 +70,7 @@ from acceler8.config.run_handlers import (
 from acceler8.config.sources import DEFAULT, NOT_FP8, Precedence, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.costs import CostTable, gpu_of
-from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
+from acceler8.errors import ConfigError, MissingLibraryError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
 from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
 from acceler8.recipes import LayerRecipes, Recipe
@@ -210,6 +210,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
         self.backend = registered or self._fp8_backend.value.lower()
+        self._check_backend_works()
         native = self.handlers.native
         self._recipe_object = recipe_object(_lower(recipe) if native is None else native.recipe)
         self.recipe = self._recipe()
@@ -262,6 +263,17 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             f"got {given} with mixed_precision={self.mixed_precision!r} ({source}); allowed: a recipe only with 'fp8';"
             " set mixed_precision='fp8' or leave the recipe out"
         )
+
+    def _check_backend_works(self) -> None:
+        """A library that is installed and does not load is said now, not when the first model is prepared."""
+        if self._fp8_backend in (FP8BackendType.NO, FP8BackendType.MSAMP):
+            return
+        if (problem := backends.find(self.backend).unavailable()) is not None:
+            source = self.effective.source("fp8_config.backend")
+            raise MissingLibraryError(
+                f"{source}: FP8 backend {self.backend} cannot be used: {problem}; or name backend NATIVE, which needs"
+                " no library"
+            )
 
     def _recipe(self) -> Recipe | LayerRecipes | None:
         """What the backend runs; a Recipe object as it is, for settings may not say all of it."""
