@@ -183,6 +183,7 @@ BACKENDS: dict[str, tuple[list[Step], dict[str, Any]]] = {
     "TE": (
         [
             ("Which FP8 backend?", Pick("TE")),
+            ("Which recipe?", None),
             ("Run FP8 during evaluation too?", None),
             ("Headroom", "1"),
             ("Steps between", None),
@@ -195,6 +196,7 @@ BACKENDS: dict[str, tuple[list[Step], dict[str, Any]]] = {
             ("Run wgrad in", True),
         ],
         {
+            "recipe": "delayed",
             "use_autocast_during_eval": False,
             "margin": 1,
             "interval": 1,
@@ -205,8 +207,13 @@ BACKENDS: dict[str, tuple[list[Step], dict[str, Any]]] = {
         },
     ),
     "AO": (
-        [("Which FP8 backend?", Pick("AO")), ("Gather FSDP2", False), ("Fill the inner", None)],
-        {"enable_fsdp_float8_all_gather": False, "pad_inner_dim": True},
+        [
+            ("Which FP8 backend?", Pick("AO")),
+            ("Which recipe?", Pick("rowwise")),
+            ("Gather FSDP2", False),
+            ("Fill the inner", None),
+        ],
+        {"recipe": "rowwise", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True},
     ),
     "MSAMP": ([("Which FP8 backend?", Pick("MSAMP")), ("Which level?", Pick("O1"))], {"opt_level": "O1"}),
 }

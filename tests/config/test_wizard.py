@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from acceler8 import backends
 from acceler8.config import ENTRIES, Effective, Precedence
 from acceler8.config.resolve import check, parse_assignments
+from acceler8.config.schema import GW_HP, RECIPES_OF
 from acceler8.config.wizard import DefaultAnswers, Wizard
 
 
@@ -73,6 +75,7 @@ def test_defaults_are_those_of_someone_who_presses_enter():
 
 TE = {
     "backend": "TE",
+    "recipe": "delayed",
     "use_autocast_during_eval": False,
     "margin": 0,
     "interval": 1,
@@ -87,7 +90,7 @@ TE = {
     ("backend", "section"),
     [
         ("TE", TE),
-        ("AO", {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}),
+        ("AO", {"backend": "AO", "recipe": "tensorwise", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}),
         ("MSAMP", {"backend": "MSAMP", "opt_level": "O2"}),
         (
             "NATIVE",
@@ -106,6 +109,19 @@ def test_each_backend_asks_its_own_questions_in_order(backend: str, section: dic
     found = {path.removeprefix("fp8_config."): value for path, value in effective.given("fp8_config").items()}
     assert found == section
     assert check(effective) == []
+
+
+def test_another_backend_is_asked_for_its_own_recipes():
+    for backend, name in (("AO", "torchao"), ("TE", "transformer_engine")):
+        has = {row.recipe for row in backends.find(name).capabilities()}
+        assert set(RECIPES_OF[backend]) - {GW_HP} == has
+    prompter, effective = run(FP8 | {"Which FP8 backend?": "TE", "Which recipe?": "blockwise"})
+    assert effective["fp8_config.recipe"] == "blockwise"
+    assert not any("Length of" in text or "Headroom" in text for text in prompter.asked)
+    assert check(effective) == []
+    _, effective = run(FP8 | {"Which FP8 backend?": "AO", "Which recipe?": "rowwise_with_gw_hp"})
+    assert effective["fp8_config.recipe"] == "rowwise_with_gw_hp"
+    assert prompter.words["Which recipe?"] == ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def test_te_in_accelerates_order():

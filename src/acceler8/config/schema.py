@@ -35,6 +35,8 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "activation
 GW_HP = "rowwise_with_gw_hp"
 """torchao's name for ``rowwise`` with wgrad in high precision."""
 _WORDS = (*RECIPES, GW_HP)
+RECIPES_OF = {"AO": ("tensorwise", "rowwise", GW_HP), "TE": ("delayed", "tensorwise", "blockwise", "mxfp8")}
+"""What other backends have of them on some GPU, as their tables of capabilities say; the wizard offers it."""
 _LAYERWISE = ("NATIVE", "AO", "TE")  # backends that take a recipe, layer by layer
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
 PRECISIONS = tuple(PrecisionType.list())

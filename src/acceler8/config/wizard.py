@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from acceler8.config.backend_choice import schedule_problem
 from acceler8.config.kinds import Bool, Choice
 from acceler8.config.registry import ENTRIES, Entry
-from acceler8.config.schema import BACKENDS, DYNAMO_BACKENDS, SAVE_POLICIES, SHARDING_STRATEGIES
+from acceler8.config.schema import BACKENDS, DYNAMO_BACKENDS, RECIPES_OF, SAVE_POLICIES, SHARDING_STRATEGIES
 from acceler8.config.sources import DEFAULT, Effective, Precedence, RouteValues, Source, merge
 
 ANSWER = Source(Precedence.FLAG, "answer")
@@ -266,17 +266,25 @@ class Wizard:
             self._ask(stages, None, problem=lambda value: schedule_problem(self[steps], value))
 
     def _ask_te(self) -> None:
-        for name in ("use_autocast_during_eval", "margin", "interval", "fp8_format"):
-            self._ask_fp8(name)
-        self._ask_fp8("amax_history_len")
-        self._ask_fp8("amax_compute_algo")
+        recipe = self._ask_recipe("TE")
+        self._ask_fp8("use_autocast_during_eval")
+        if recipe == "delayed":
+            for name in ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"):
+                self._ask_fp8(name)
         self._ask_gemms()
+
+    def _ask_recipe(self, backend: str) -> str:
+        """One of the words that the backend has."""
+        path = "fp8_config.recipe"
+        self._ask(path, ENTRIES[path].setting.defaults[backend], words=RECIPES_OF[backend])
+        return str(self[path])
 
     def _ask_ao(self) -> None:
         loading = "fsdp_config.fsdp_cpu_ram_efficient_loading"
         if loading in self._answers.values and self[loading]:
             self._prompter.say(f"Note: {ENTRIES[loading].key} is off: it cannot be combined with torchao.")
             self._take(loading, False)
+        self._ask_recipe("AO")
         self._ask_fp8("enable_fsdp_float8_all_gather")
         self._ask_fp8("pad_inner_dim")
 
