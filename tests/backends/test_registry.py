@@ -147,6 +147,15 @@ def test_a_recipe_that_it_lacks_is_refused_with_those_that_it_has(toy):
         acceler8.plan(Net(), "tensorwise", "toy", options=backends.BackendOptions())
 
 
+def test_an_accelerator_takes_its_default_recipe(toy, monkeypatch):
+    monkeypatch.setattr(type(backends.find("toy")), "default_recipe", "tensorwise")
+    accelerator = Accelerator(mixed_precision="fp8", backend="toy", skip=["norm"], cpu=True)
+    assert (accelerator.recipe.name, accelerator.recipe.skip) == ("tensorwise", ("norm",))
+    accelerator.prepare(Net())
+    assert accelerator.plan.recipe.name == "tensorwise"
+    assert Accelerator(mixed_precision="fp8", recipe="rowwise", backend="toy", cpu=True).recipe.name == "rowwise"
+
+
 def test_verify_finds_a_layer_that_is_none_of_its_own(toy):
     model = Net()
     acceler8.convert(model, acceler8.plan(model, "tensorwise", "toy"))

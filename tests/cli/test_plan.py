@@ -106,6 +106,18 @@ def test_numbers_are_those_of_the_plans():
     assert rows["torchao"].planned_ms is None
 
 
+def test_codes_are_shared_only_where_layers_run_together(monkeypatch):
+    """TransformerEngine's layers keep codes of their input, each its own."""
+    engine = backends.find("transformer_engine")
+    monkeypatch.setattr(type(engine), "unavailable", lambda self: None)
+    monkeypatch.setattr(type(engine), "lacks", lambda self, recipe, device, strategy="single": None)
+    with torch.device("meta"):
+        model = small()
+    rows = {row.backend: row for row in compare(model, "tensorwise")}
+    assert rows["transformer_engine"].kept_bytes == 2 * (64 + 64 + 128)
+    assert rows["transformer_engine"].bf16_kept_bytes == rows["native"].bf16_kept_bytes
+
+
 def test_a_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(backends.find("torchao"), "unavailable", lambda: "torchao 0.1 is installed; needed: more")
     rows = {row.backend: row for row in compare(small(), "rowwise")}

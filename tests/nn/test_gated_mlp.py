@@ -317,6 +317,21 @@ def test_compiled_it_stops_running_as_one_when_a_part_is_wrapped():
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")
+def test_compiled_it_stops_running_as_one_when_a_forward_is_replaced():
+    torch.compiler.reset()
+    model = fused()
+    call, found = operations(model)
+    outcome(model, batch(), call)
+    own = model.mlp.w3.forward
+    model.mlp.w3.forward = lambda x: 2 * own(x)
+    found.clear()
+    got = outcome(model, batch(), call)
+    assert not any("gated" in name for name in found), found
+    assert_equal(got, outcome(model, batch()))
+    torch.compiler.reset()
+
+
 # ----------------------------------------------------------------------------------------------- the author's module
 
 

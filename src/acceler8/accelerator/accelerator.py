@@ -283,7 +283,11 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         made = self._recipe_object
         if isinstance(made, LayerRecipes):
             return made.and_skip(skip)
-        return recipe_of(self.effective, self._fp8_backend.value) if made is None else made.replace(skip=skip)
+        if made is not None:
+            return made.replace(skip=skip)
+        is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
+        default = None if is_own else backends.find(self.backend).default_recipe
+        return recipe_of(self.effective, self._fp8_backend.value, default)
 
     @property
     def plan(self) -> Plan | None:

@@ -141,13 +141,17 @@ def _decides_all(effective: Effective) -> bool:
     return any(pattern == "*" for pattern, _ in layer_patterns(effective[_FP8 + "layer_recipes"]))
 
 
-def recipe_of(effective: Effective, backend: str = "NATIVE") -> Recipe | LayerRecipes:
-    """What a backend runs. Raises ConfigError naming where the settings stand."""
+def recipe_of(effective: Effective, backend: str = "NATIVE", default: str | None = None) -> Recipe | LayerRecipes:
+    """What a backend runs; ``default`` is its recipe if no source names one. Raises ConfigError naming where the
+    settings stand.
+    """
     values = fp8_values(effective, backend)
     if backend == "TE" and (found := values.get(_FP8 + "fp8_format")) and found.source is DEFAULT:
         del values[_FP8 + "fp8_format"]  # of delayed scaling; block scaling has another one
     keys = {path.removeprefix(_FP8): value.value for path, value in values.items()}
     keys["recipe"] = recipe_names(effective, backend)[0]
+    if default is not None and effective[_FP8 + "recipe"] is None:
+        keys["recipe"] = default
     try:
         return build_recipes(keys)
     except ValueError as error:

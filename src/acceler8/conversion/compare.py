@@ -104,7 +104,7 @@ def _row(engine: Backend, plan: Plan, model: nn.Module, shared: Mapping[str, str
         layer = model.get_submodule(module_name(row.name))
         if not isinstance(layer, nn.Linear) or not layer.weight.requires_grad:
             continue
-        name = shared.get(module_name(row.name), row.name)
+        name = of_codes = shared.get(module_name(row.name), row.name)
         in_bf16 = float(torch.bfloat16.itemsize * layer.in_features)
         plain[name] = in_bf16
         _, recipe = recipe_of_layer(plan.recipe, module_name(row.name))
@@ -112,7 +112,9 @@ def _row(engine: Backend, plan: Plan, model: nn.Module, shared: Mapping[str, str
             kept.setdefault(name, in_bf16)
             continue
         each = engine.kept_input_bytes(recipe, torch.bfloat16)
-        kept[name] = None if each is None else each * layer.in_features
+        if not engine.fuses and each != torch.bfloat16.itemsize:  # each layer makes codes of its own
+            of_codes = row.name
+        kept[of_codes] = None if each is None else each * layer.in_features
     known = [value for value in kept.values() if value is not None]
     t, speed = plan.totals, plan.speed
     return Comparison(

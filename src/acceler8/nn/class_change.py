@@ -4,6 +4,7 @@ be called as it is.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -89,7 +90,8 @@ def is_to_be_called(module: nn.Module) -> str | None:
         return "has a hook, as all modules"
     if any(attributes[hooks] for hooks in _HOOKS):
         return "has a hook"
-    if "forward" in attributes:
+    # compilers guard what an attribute is, and not that a dictionary lacks a key
+    if "forward" in attributes or not isinstance(module.forward, MethodType):
         return "has a forward of its own"
     return next(
         (why for child in module._modules.values() if child is not None and (why := is_to_be_called(child))), None
