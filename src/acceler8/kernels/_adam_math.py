@@ -5,17 +5,19 @@ the operands let it be exact, and a call where they do not. The tests and calls 
 other: 34 regions for the 16 elements of a thread, a third of Adam's instructions (SASS for sm_90). Here eight elements
 go through the sequences side by side, are tested together, and go through ``div.rn`` and ``sqrt.rn`` if one fails.
 
-Division of a by b: y = rcp(b), y += y * (1 - b * y); q = a * y; twice q += y * (a - b * q). With y the correctly rounded
-1 / b and q within an ulp of a / b, the last step rounds correctly (Markstein, "Computation of elementary functions on the
-IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990); ``div.rn`` itself compiles to it. What it asks for beside:
-a - b * q is exact, so the product of the ulps of b and q is at least 2**-149, and nothing overflows or is subnormal.
-Whatever ``rcp.approx`` returns within an ulp of 1 / b, y is correctly rounded for all 2**23 mantissas of b but 32; with
-each of these all 2**23 mantissas of a were divided, correctly (2026-11-30; ``tests/kernels/test_adam_math.py``).
+Division of a by b, as ``div.rn`` itself compiles: y = rcp(b), y += y * (1 - b * y); q = a * y, q += y * (a - b * q). If
+y is the correctly rounded 1 / b, the last step rounds correctly (Markstein, "Computation of elementary functions on the
+IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990, for q within an ulp; here q is within 3/2, and only its
+outermost 2**-23 could matter, which takes a mantissa 2**24 - 1 of a below that of b). It asks for more: a - b * q is
+exact, so the product of the ulps of b and q is at least 2**-149, and nothing overflows or is subnormal. Whatever
+``rcp.approx`` returns within an ulp of 1 / b, y is correctly rounded for all 2**23 mantissas of b but 32, and with
+these all mantissas of a divide correctly but one each of the two largest odd b. Those rest on ``div.rn`` doing the same.
 
-Root of x: y = rsqrt(x); s = x * y, s += (x - s * s) * y / 2. This has no such proof: of 2**24 mantissas (of both parities)
-it is right for all where y is correctly rounded, and wrong for 3 and 2 where every y is an ulp below and above. But it
-is what ``sqrt.rn`` itself compiles to for x from 2**-101 on, with the same approximation; the test compares all mantissas
-on the GPU that it runs on.
+Root of x, as ``sqrt.rn`` itself compiles from 2**-101 on: y = rsqrt(x); s = x * y, s += (x - s * s) * y / 2. It is
+right for all 2**24 mantissas (of both parities) where y is correctly rounded, and wrong for 3 and 2 where every y is an
+ulp below and above: that it is right with the GPU's own y rests on ``sqrt.rn`` doing the same.
+
+``tests/kernels/test_adam_math.py`` counts these exceptions, and on a GPU compares with ``div.rn`` and ``sqrt.rn``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ _DIVIDE = (
     "rcp.approx.ftz.f32 y, b; neg.f32 n, b; fma.rn.f32 e, n, y, 0f3F800000; fma.rn.f32 y, y, e, y;"
     " neg.f32 m, {a}; mul.rn.f32 q, {a}, y;"
     # the remainder's sign turned: so -0 divided is -0, and not -0 + 0
-    " fma.rn.f32 r, b, q, m; neg.f32 r, r; fma.rn.f32 q, r, y, q;"
     " fma.rn.f32 r, b, q, m; neg.f32 r, r; fma.rn.f32 {q}, r, y, q; abs.f32 e, {q};"
 )
 # 2**84 v + 2**-126: the second is lost next to any v but 0, whose root then is 2**-63 and is lost next to eps
