@@ -66,6 +66,7 @@ _NONE, _STOCHASTIC, _MASTER_FP32 = constexpr(NONE), constexpr(STOCHASTIC), const
 _REMAINDER, _MASTER_FP16 = constexpr(REMAINDER), constexpr(MASTER_FP16)
 _DTYPES = constexpr((tl.float32, tl.bfloat16, tl.float16, tl.uint8) if HAVE_TRITON else None)
 _MASTER_DTYPES = constexpr((tl.int8, tl.int8, tl.float32, tl.int16, tl.float16) if HAVE_TRITON else None)
+_F32 = constexpr(tl.float32 if HAVE_TRITON else None)
 _FP16_LEAST = constexpr(2.0**-24)
 _PTX = constexpr(PTX)
 _EPS_LEAST, _EPS_MOST = constexpr(EPS_LEAST), constexpr(EPS_MOST)
@@ -149,11 +150,11 @@ def _at(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, start, ALIGNED: tl.const
 
 
 @jit
-def _bytes(pointer, at):  # type: ignore[no-untyped-def]
-    """Addresses of codes, of which a thread takes eight: with sixteen it would have to pass half of every 16-bit number
-    of theirs to another thread, through shared memory.
+def _side_by_side(pointer, at, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Addresses of which a thread takes WIDTH neighbours, 16 bytes of the widest tensor. Left alone it would take 16
+    bytes of each, and pass most numbers on to another thread, through shared memory.
     """
-    return tl.max_contiguous(pointer + at, [1, 8])
+    return tl.max_contiguous(pointer + at, [1, WIDTH])
 
 
 @jit
@@ -220,15 +221,15 @@ def _with_one_nan(x):  # type: ignore[no-untyped-def]
 
 @jit
 def _load_moment(  # type: ignore[no-untyped-def]
-    pointer, scale_pointer, at, inside, blocks, block_inside,
+    pointers, scale_pointer, inside, blocks, block_inside,
     FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """A moment in FP32, zeros outside."""
     if FORMAT == _FP8:
-        codes = tl.load(_bytes(pointer, at), mask=inside, other=0)
+        codes = tl.load(pointers, mask=inside, other=0)
         value = decode_ue5m3(codes) if UNSIGNED else decode_e4m3(codes, HARDWARE)
     else:
-        value = as_fp32(tl.load(pointer + at, mask=inside, other=0.0))
+        value = as_fp32(tl.load(pointers, mask=inside, other=0.0))
     if FORMAT == _FP8 or FORMAT == _FP16:  # noqa: SIM109  # no tuples in kernels
         value = value * tl.load(scale_pointer + blocks, mask=block_inside, other=0.0)[:, None]
     return value
@@ -236,62 +237,62 @@ def _load_moment(  # type: ignore[no-untyped-def]
 
 @jit
 def _store_moment(  # type: ignore[no-untyped-def]
-    x, bits16, pointer, scale_pointer, at, inside, blocks, block_inside,
+    x, bits16, pointers, scale_pointer, inside, blocks, block_inside,
     FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     if FORMAT == _FP8:
         MAX: tl.constexpr = 61440.0 if UNSIGNED else 448.0
         scale, scale_inv = _block_scale(_amax_bits(x), MAX, False)
         codes = encode_ue5m3(x, scale[:, None]) if UNSIGNED else encode(x, scale[:, None], MAX, False, HARDWARE)
-        tl.store(_bytes(pointer, at), codes, mask=inside)
+        tl.store(pointers, codes, mask=inside)
         tl.store(scale_pointer + blocks, scale_inv, mask=block_inside)
     elif FORMAT == _FP16:
         scale, scale_inv = _block_scale(_amax_bits(x), 65504.0, False)
-        tl.store(pointer + at, _to_fp16(x, scale[:, None], 65504.0, UNSIGNED), mask=inside)
+        tl.store(pointers, _to_fp16(x, scale[:, None], 65504.0, UNSIGNED), mask=inside)
         tl.store(scale_pointer + blocks, scale_inv, mask=block_inside)
     elif FORMAT == _BF16:
         value = _round_stochastic(x, bits16) if UNSIGNED else rounded_to(x, tl.bfloat16)
-        tl.store(pointer + at, value, mask=inside)
+        tl.store(pointers, value, mask=inside)
     else:
-        tl.store(pointer + at, x, mask=inside)
+        tl.store(pointers, x, mask=inside)
 
 
 @jit
-def _load_weight(param, master, master_scale, at, inside, blocks, block_inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_weight(param, master, master_scale, inside, blocks, block_inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weight to update, in FP32."""
     if MASTER == _REMAINDER:
-        high = tl.load(param + at, mask=inside, other=0).to(tl.int32)
-        weight = ((high << 16) + tl.load(master + at, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+        high = tl.load(param, mask=inside, other=0).to(tl.int32)
+        weight = ((high << 16) + tl.load(master, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
     elif MASTER == _MASTER_FP32 or MASTER == _MASTER_FP16:  # noqa: SIM109  # no tuples in kernels
-        weight = as_fp32(tl.load(master + at, mask=inside, other=0.0))
+        weight = as_fp32(tl.load(master, mask=inside, other=0.0))
         if MASTER == _MASTER_FP16:
             weight = weight * tl.load(master_scale + blocks, mask=block_inside, other=0.0)[:, None]
     else:
-        weight = as_fp32(tl.load(param + at, mask=inside, other=0.0))
+        weight = as_fp32(tl.load(param, mask=inside, other=0.0))
     return weight
 
 
 @jit
 def _store_weight(  # type: ignore[no-untyped-def]
-    weight, bits16, param, master, master_scale, at, inside, blocks, block_inside,
+    weight, bits16, param, master, master_scale, inside, blocks, block_inside,
     PARAM: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     if MASTER == _REMAINDER:
         raw = _with_one_nan(weight)
-        tl.store(param + at, ((raw + 0x8000) >> 16).to(tl.int16), mask=inside)
-        tl.store(master + at, raw.to(tl.int16), mask=inside)
+        tl.store(param, ((raw + 0x8000) >> 16).to(tl.int16), mask=inside)
+        tl.store(master, raw.to(tl.int16), mask=inside)
     else:
         if MASTER == _MASTER_FP32:
-            tl.store(master + at, weight, mask=inside)
+            tl.store(master, weight, mask=inside)
         if MASTER == _MASTER_FP16:
             weight = tl.where(inside, weight, 0.0)
             scale, scale_inv = _block_scale(_amax_bits(weight), 32768.0, True)
             codes = _to_fp16(weight, scale[:, None], 32768.0, False)
-            tl.store(master + at, codes, mask=inside)
+            tl.store(master, codes, mask=inside)
             tl.store(master_scale + blocks, scale_inv, mask=block_inside)
             weight = as_fp32(codes) * scale_inv[:, None]
         value = _round_stochastic(weight, bits16) if MASTER == _STOCHASTIC else rounded_to(weight, PARAM)
-        tl.store(param + at, value, mask=inside)
+        tl.store(param, value, mask=inside)
 
 
 @jit
@@ -330,14 +331,19 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         blocks = tl.arange(0, BLOCKS)
         at = (blocks * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         inside, block_inside = at < left, blocks * BLOCK < left
+        HAS_FP32: tl.constexpr = _F32 == PARAM or _F32 == GRAD  # noqa: SIM109  # no tuples in kernels
+        WIDTH: tl.constexpr = 4 if HAS_FP32 or FIRST * SECOND == 0 or MASTER == _MASTER_FP32 else 8
+        params, grads = _side_by_side(param_ptr, at, WIDTH), _side_by_side(grad_ptr, at, WIDTH)
+        firsts, seconds = _side_by_side(first_ptr, at, WIDTH), _side_by_side(second_ptr, at, WIDTH)
+        masters = _side_by_side(master_ptr, at, WIDTH)
         random = tl.zeros([BLOCKS, BLOCK], tl.int32)
         if MASTER == _STOCHASTIC or SECOND == _BF16:
             random = _hash32((start.to(tl.int32) + at) ^ tl.load(numbers + 1))
 
-        gradient = as_fp32(tl.load(grad_ptr + at, mask=inside, other=0.0)) * _number(numbers, 2)
-        weight = _load_weight(param_ptr, master_ptr, master_scale_ptr, at, inside, blocks, block_inside, MASTER)
-        first = _load_moment(first_ptr, first_scale_ptr, at, inside, blocks, block_inside, FIRST, False, HARDWARE)
-        second = _load_moment(second_ptr, second_scale_ptr, at, inside, blocks, block_inside, SECOND, True, HARDWARE)
+        gradient = as_fp32(tl.load(grads, mask=inside, other=0.0)) * _number(numbers, 2)
+        weight = _load_weight(params, masters, master_scale_ptr, inside, blocks, block_inside, MASTER)
+        first = _load_moment(firsts, first_scale_ptr, inside, blocks, block_inside, FIRST, False, HARDWARE)
+        second = _load_moment(seconds, second_scale_ptr, inside, blocks, block_inside, SECOND, True, HARDWARE)
         if not DECOUPLED:
             gradient = gradient + weight * _number(numbers, 10)
         first = first + (gradient - first) * _number(numbers, 3)
@@ -349,12 +355,8 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
         above = (random >> 16) & 0xFFFF
         _store_weight(
-            weight, random & 0xFFFF, param_ptr, master_ptr, master_scale_ptr, at, inside, blocks, block_inside, PARAM,
+            weight, random & 0xFFFF, params, masters, master_scale_ptr, inside, blocks, block_inside, PARAM,
             MASTER,
         )  # fmt: skip
-        _store_moment(
-            first, random, first_ptr, first_scale_ptr, at, inside, blocks, block_inside, FIRST, False, HARDWARE
-        )
-        _store_moment(
-            second, above, second_ptr, second_scale_ptr, at, inside, blocks, block_inside, SECOND, True, HARDWARE
-        )
+        _store_moment(first, random, firsts, first_scale_ptr, inside, blocks, block_inside, FIRST, False, HARDWARE)
+        _store_moment(second, above, seconds, second_scale_ptr, inside, blocks, block_inside, SECOND, True, HARDWARE)

@@ -11,7 +11,7 @@ IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990, for q within an u
 outermost 2**-23 could matter, which takes a mantissa 2**24 - 1 of a below that of b). It asks for more: a - b * q is
 exact, so the product of the ulps of b and q is at least 2**-149, and nothing overflows or is subnormal. Whatever
 ``rcp.approx`` returns within an ulp of 1 / b, y is correctly rounded for all 2**23 mantissas of b but 32, and with
-these all mantissas of a divide correctly but one each of the two largest odd b. Those rest on ``div.rn`` doing the same.
+these all mantissas of a divide correctly but one each of the two largest odd b, which rest on ``div.rn``'s being so.
 
 Root of x, as ``sqrt.rn`` itself compiles from 2**-101 on: y = rsqrt(x); s = x * y, s += (x - s * s) * y / 2. It is
 right for all 2**24 mantissas (of both parities) where y is correctly rounded, and wrong for 3 and 2 where every y is an
