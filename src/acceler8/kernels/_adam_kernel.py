@@ -331,7 +331,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         blocks = tl.arange(0, BLOCKS)
         at = (blocks * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         inside, block_inside = at < left, blocks * BLOCK < left
-        HAS_FP32: tl.constexpr = _F32 == PARAM or _F32 == GRAD  # noqa: SIM109  # no tuples in kernels
+        HAS_FP32: tl.constexpr = _F32 == PARAM or _F32 == GRAD  # no tuples in kernels
         WIDTH: tl.constexpr = 4 if HAS_FP32 or FIRST * SECOND == 0 or MASTER == _MASTER_FP32 else 8
         params, grads = _side_by_side(param_ptr, at, WIDTH), _side_by_side(grad_ptr, at, WIDTH)
         firsts, seconds = _side_by_side(first_ptr, at, WIDTH), _side_by_side(second_ptr, at, WIDTH)

@@ -122,9 +122,9 @@ class AdamLaunches:
     ) -> Tensor:
         """The table of this step, on the device."""
         told: list[Any] = [0 if flag is None else flag.data_ptr() for flag in (found_inf, grad_scale)]
-        for row in rows:
-            told += [0 if t is None else t.data_ptr() for t in row.tensors]
-            told += (row.tensors[0].numel(), row.group, row.number)
+        for _, tensors, group, number in rows:
+            told += [0 if t is None else t.data_ptr() for t in tensors]
+            told += (tensors[0].numel(), group, number)
         of_groups = [numbers.columns(self.device) for numbers in groups]
         kinds = [row.kind for row in rows]
         told += (of_groups, kinds)
