@@ -1,6 +1,7 @@
 """The optimizer's step against its floor and its peers: bytes that it must move over the device's copy bandwidth.
 
     python benchmarks/bench_optimizer.py [--parameters 1e9] [--write]
+    python benchmarks/bench_optimizer.py --sweep [--only "16-bit"]  # launch shapes of the kernel
 
 A model's worth of BF16 matrices with norm gains between them. Each variant steps the same tensors with the same
 gradients; ours are compared with the CPU reference on a small model before anything is timed. "moved" counts gradients,
@@ -23,6 +24,7 @@ from bench_quantize import copy_bandwidth
 from timing import device_ms, facts
 from torch import nn
 
+from acceler8.kernels._adam_launch import SHAPE, AdamLaunches, Shape
 from acceler8.optim import AdamW
 
 HIDDEN = 4096
@@ -36,6 +38,9 @@ OURS = {
     "FP32 moments, FP32 master": {"moments": "fp32", "master": "fp32"},
     "FP32 moments, no master": {"moments": "fp32"},
 }
+SWEPT = ("FP8 moments, BF16 + 16-bit remainder", "FP8 moments, FP16 master", "FP16 moments, no master")
+SWEPT += ("BF16 moments, no master",)
+SHAPES = (SHAPE, Shape(16, 4), Shape(16, 4, 80), Shape(8, 2, 96), Shape(8, 4), Shape(8, 4, 56), Shape(16, 8))
 
 
 def make_parameters(count: float, device: str) -> list[nn.Parameter]:
@@ -134,6 +139,25 @@ def measure(name: str, build: Callable[[list[nn.Parameter]], Any], count: float,
     }  # fmt: skip
 
 
+def sweep(count: float, bandwidth: float, only: str) -> None:
+    """Time each launch shape over the same matrices, which takes 2 to 3 s of compiling each: about 90 s on an H200."""
+    parameters = [p for p in make_parameters(count, "cuda") if p.ndim == 2]
+    print("| formats | blocks | warps | registers | ms (20 / 50 / 80 %) | of copy |")
+    print("|---|---|---|---|---|---|")
+    for name in (name for name in SWEPT if only in name):
+        optimizer = AdamW(parameters, **OURS[name])  # type: ignore[arg-type]
+        for shape in SHAPES:
+            device = parameters[0].device
+            optimizer._launches[device] = AdamLaunches(device, shape)
+            low, ms, high = device_ms(optimizer.step, repeats=8, warmup=2)
+            share = moved_bytes(optimizer, parameters) / (ms * 1e-3) / bandwidth
+            limit = "" if shape.registers is None else shape.registers
+            times = f"{low:.2f} / {ms:.2f} / {high:.2f}"
+            print(f"| {name} | {shape.blocks} | {shape.warps} | {limit} | {times} | {share:.0%} |", flush=True)
+        del optimizer
+        torch.cuda.empty_cache()
+
+
 def print_row(row: dict[str, Any]) -> None:
     speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f} | {row['share_of_copy']:.0%}"
     times = f"{row['ms_20']:.2f} / {row['ms']:.2f} / {row['ms_80']:.2f} | {row['host_ms']:.2f}"
@@ -148,11 +172,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=1e9, help="how many, about")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    parser.add_argument("--sweep", action="store_true", help="compare launch shapes of the kernel instead")
+    parser.add_argument("--only", default="", help="of the sweep, the formats whose name has this in it")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_optimizer needs a CUDA GPU; on a CPU the reference runs, whose time says nothing")
-    check()
+    if not arguments.sweep:
+        check()
     bandwidth = copy_bandwidth()
+    if arguments.sweep:
+        print(f"copy {bandwidth / 1e12:.2f} TB/s; {facts()}")
+        sweep(arguments.parameters, bandwidth, arguments.only)
+        return
     elements = sum(p.numel() for p in make_parameters(arguments.parameters, "cuda"))
     print(f"{elements / 1e9:.2f}e9 parameters, BF16; copy {bandwidth / 1e12:.2f} TB/s; {facts()}")
     print("| step | ms (20 / 50 / 80 %) | host ms | GB/s | of copy | state bytes a parameter | over MiB |")

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -293,3 +294,19 @@ def test_parameter_groups_of_a_model_keep_embeddings_and_heads():
     assert {name: named.formats_of(p).moments[0] for name, p in net.named_parameters()} == {
         name: "fp8" if dtype is small else "fp32" for name, dtype in dtypes.items()
     }
+
+
+def test_a_step_keeps_no_gradient_and_sees_state_that_was_replaced():
+    """What is kept between steps of a parameter's row is neither its gradient nor, unseen, state of before."""
+    p = nn.Parameter(torch.ones(4, 128))
+    optimizer = AdamW([p], lr=1e-2, moments="fp16")
+    p.grad = torch.ones(4, 128)
+    alive = weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert alive() is None
+    moment = optimizer.state[p]["exp_avg"] = torch.zeros_like(optimizer.state[p]["exp_avg"])
+    p.grad = torch.ones(4, 128)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"] is moment
+    assert moment.count_nonzero() == moment.numel()

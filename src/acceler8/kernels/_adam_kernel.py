@@ -9,7 +9,18 @@ anywhere but there.
 from __future__ import annotations
 
 from acceler8.formats import BLOCK_AMAX_FLOOR
+from acceler8.kernels._adam_math import (
+    EPS_LEAST,
+    EPS_MOST,
+    FACTOR_LEAST,
+    FACTOR_MOST,
+    LIFT,
+    PTX,
+    adam_ratio,
+    quotient,
+)
 from acceler8.kernels._triton import (
+    HAVE_TRITON,
     as_fp32,
     constexpr,
     decode_e4m3,
@@ -17,8 +28,10 @@ from acceler8.kernels._triton import (
     jit,
     magnitude_bits,
     rounded_to,
+    saturate,
     tl,
 )
+from acceler8.kernels._ue5m3 import decode_ue5m3, encode_ue5m3
 
 HEADER = 2  # int64 before the rows: addresses of found_inf and grad_scale, 0 for none
 COLUMNS = (
@@ -51,7 +64,13 @@ _NUMBERS, _FLOOR = constexpr(NUMBERS), constexpr(BLOCK_AMAX_FLOOR)
 _BF16, _FP16, _FP8 = constexpr(BF16), constexpr(FP16), constexpr(FP8)
 _NONE, _STOCHASTIC, _MASTER_FP32 = constexpr(NONE), constexpr(STOCHASTIC), constexpr(MASTER_FP32)
 _REMAINDER, _MASTER_FP16 = constexpr(REMAINDER), constexpr(MASTER_FP16)
+_DTYPES = constexpr((tl.float32, tl.bfloat16, tl.float16, tl.uint8) if HAVE_TRITON else None)
+_MASTER_DTYPES = constexpr((tl.int8, tl.int8, tl.float32, tl.int16, tl.float16) if HAVE_TRITON else None)
+_F32 = constexpr(tl.float32 if HAVE_TRITON else None)
 _FP16_LEAST = constexpr(2.0**-24)
+_PTX = constexpr(PTX)
+_EPS_LEAST, _EPS_MOST = constexpr(EPS_LEAST), constexpr(EPS_MOST)
+_FACTOR_LEAST, _FACTOR_MOST, _LIFT = constexpr(FACTOR_LEAST), constexpr(FACTOR_MOST), constexpr(2.0**-LIFT)
 # lowbias32's and the seed's factors, as the signed numbers that int32 arithmetic takes
 _FIRST, _SECOND, _GOLDEN = constexpr(0x7FEB352D), constexpr(0x846CA68B - 2**32), constexpr(0x9E3779B9 - 2**32)
 
@@ -112,19 +131,30 @@ def adam_numbers_kernel(table_ptr, numbers_ptr, row_count):  # type: ignore[no-u
     tl.store(out + 4, _bits(beta2))
     tl.store(out + 5, _bits(one - beta2))
     tl.store(out + 6, _bits(eps))
-    tl.store(out + 7, _bits(one / tl.sqrt(correction2)))
+    factor = one / tl.sqrt(correction2)
+    tl.store(out + 7, _bits(factor))
+    is_quick = (eps >= _EPS_LEAST) & (eps <= _EPS_MOST) & (factor >= _FACTOR_LEAST) & (factor <= _FACTOR_MOST)
+    tl.store(out + 11, _bits(tl.where(is_quick, factor * _LIFT, float("nan"))))
     tl.store(out + 8, _bits(lr / correction1))
     tl.store(out + 9, _bits(tl.where(decoupled != 0.0, one - lr * weight_decay, one)))
     tl.store(out + 10, _bits(tl.where(decoupled != 0.0, one * 0.0, weight_decay)))
 
 
 @jit
-def _at(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pointer in a column. ALIGNED: it and the number of elements are multiples of 16."""
+def _at(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, start, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where element ``start`` of a column's tensor is. ALIGNED: it and the number of elements are multiples of 16."""
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return pointer
+    return pointer + start
+
+
+@jit
+def _side_by_side(pointer, at, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Addresses of which a thread takes WIDTH neighbours, 16 bytes of the widest tensor. Left alone it would take 16
+    bytes of each, and pass most numbers on to another thread, through shared memory.
+    """
+    return tl.max_contiguous(pointer + at, [1, WIDTH])
 
 
 @jit
@@ -139,127 +169,130 @@ def _block_scale(amax_bits, MAX: tl.constexpr, POW2: tl.constexpr):  # type: ign
         scale_inv = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     else:
         most = tl.zeros_like(amax) + MAX
-        scale, scale_inv = tl.div_rn(most, amax), tl.div_rn(amax, most)
+        scale, scale_inv = quotient(most, amax), quotient(amax, most)
     return tl.where(is_finite, scale, 1.0), tl.where(is_finite, scale_inv, 1.0)
 
 
 @jit
 def _to_fp16(x, scale, MAX: tl.constexpr, UNSIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    y = x * scale
-    y = tl.where(y > MAX, MAX, y)
-    y = tl.where(y < -MAX, -MAX, y)
+    if _PTX:  # ``encode`` says why this is NaN where x is not finite; two instructions, and one to clamp
+        y = tl.clamp(tl.fma(x, tl.zeros_like(x), x * scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        y = saturate(x, x * scale, MAX)
     if UNSIGNED:
         y = tl.where((x > 0.0) & (y < _FP16_LEAST), _FP16_LEAST, y)
-    return tl.where(magnitude_bits(x) < 0x7F800000, y, float("nan")).to(tl.float16)
+    return y.to(tl.float16)
 
 
 @jit
-def _to_ue5m3(x, scale):  # type: ignore[no-untyped-def]
-    """``encode_ue5m3(x * scale, keep_nonzero=True)`` of numbers that are not below 0, in nine instructions."""
-    bits = (x * scale * 1.925929944387236e-34).to(tl.int32, bitcast=True)  # 2**-112, the difference of the biases
-    code = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    code = tl.maximum(code, tl.minimum(x.to(tl.int32, bitcast=True), 1))
-    return tl.where(code.to(tl.uint32, bitcast=True) > 0xF7, 0xFF, code).to(tl.uint8)
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _amax_bits(x):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitude of each block, NaN above infinity."""
+    if _PTX:  # the magnitude costs no instruction of its own there
+        return tl.reduce(tl.abs(x), 1, _larger).to(tl.int32, bitcast=True)
+    else:
+        return tl.max(magnitude_bits(x), 1)
 
 
 @jit
 def _round_stochastic(x, bits16):  # type: ignore[no-untyped-def]
     """FP32 to BF16, up with the probability of the part that is cut."""
-    up = ((x.to(tl.int32, bitcast=True) + bits16) & -0x10000).to(tl.float32, bitcast=True)
-    return rounded_to(tl.where(magnitude_bits(x) < 0x7F800000, up, x), tl.bfloat16)
+    if _PTX:  # infinity has no bits to round
+        up = (_with_one_nan(x) + bits16) & -0x10000
+        return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        up = ((x.to(tl.int32, bitcast=True) + bits16) & -0x10000).to(tl.float32, bitcast=True)
+        return rounded_to(tl.where(magnitude_bits(x) < 0x7F800000, up, x), tl.bfloat16)
+
+
+@jit
+def _with_one_nan(x):  # type: ignore[no-untyped-def]
+    """The bits of a result of FP32 arithmetic, NaN as 0x7FC00000, so that rounding up doesn't carry into its sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    if _PTX:  # the one NaN of arithmetic there is the largest integer
+        return tl.minimum(bits, 0x7FC00000)
+    else:
+        return tl.where(magnitude_bits(x) > 0x7F800000, 0x7FC00000, bits)
 
 
 @jit
 def _load_moment(  # type: ignore[no-untyped-def]
-    row, COLUMN: tl.constexpr, at, inside, blocks, block_inside,
-    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    pointers, scale_pointer, inside, blocks, block_inside,
+    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """A moment in FP32, zeros outside."""
     if FORMAT == _FP8:
-        codes = tl.load(_at(row, COLUMN, tl.uint8, ALIGNED) + at, mask=inside, other=0)
-        if UNSIGNED:
-            value = (codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            value = decode_e4m3(codes, HARDWARE)
-    elif FORMAT == _FP16:
-        value = as_fp32(tl.load(_at(row, COLUMN, tl.float16, ALIGNED) + at, mask=inside, other=0.0))
-    elif FORMAT == _BF16:
-        value = as_fp32(tl.load(_at(row, COLUMN, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0))
+        codes = tl.load(pointers, mask=inside, other=0)
+        value = decode_ue5m3(codes) if UNSIGNED else decode_e4m3(codes, HARDWARE)
     else:
-        value = tl.load(_at(row, COLUMN, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+        value = as_fp32(tl.load(pointers, mask=inside, other=0.0))
     if FORMAT == _FP8 or FORMAT == _FP16:  # noqa: SIM109  # no tuples in kernels
-        scales = tl.load(_at(row, COLUMN + 1, tl.float32, False) + blocks, mask=block_inside, other=0.0)
-        value = value * scales[:, None]
+        value = value * tl.load(scale_pointer + blocks, mask=block_inside, other=0.0)[:, None]
     return value
 
 
 @jit
 def _store_moment(  # type: ignore[no-untyped-def]
-    x, bits16, row, COLUMN: tl.constexpr, at, inside, blocks, block_inside,
-    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    x, bits16, pointers, scale_pointer, inside, blocks, block_inside,
+    FORMAT: tl.constexpr, UNSIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     if FORMAT == _FP8:
         MAX: tl.constexpr = 61440.0 if UNSIGNED else 448.0
-        scale, scale_inv = _block_scale(tl.max(magnitude_bits(x), 1), MAX, False)
-        codes = _to_ue5m3(x, scale[:, None]) if UNSIGNED else encode(x, scale[:, None], MAX, False, HARDWARE)
-        tl.store(_at(row, COLUMN, tl.uint8, ALIGNED) + at, codes, mask=inside)
-        tl.store(_at(row, COLUMN + 1, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+        scale, scale_inv = _block_scale(_amax_bits(x), MAX, False)
+        codes = encode_ue5m3(x, scale[:, None]) if UNSIGNED else encode(x, scale[:, None], MAX, False, HARDWARE)
+        tl.store(pointers, codes, mask=inside)
+        tl.store(scale_pointer + blocks, scale_inv, mask=block_inside)
     elif FORMAT == _FP16:
-        scale, scale_inv = _block_scale(tl.max(magnitude_bits(x), 1), 65504.0, False)
-        codes = _to_fp16(x, scale[:, None], 65504.0, UNSIGNED)
-        tl.store(_at(row, COLUMN, tl.float16, ALIGNED) + at, codes, mask=inside)
-        tl.store(_at(row, COLUMN + 1, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+        scale, scale_inv = _block_scale(_amax_bits(x), 65504.0, False)
+        tl.store(pointers, _to_fp16(x, scale[:, None], 65504.0, UNSIGNED), mask=inside)
+        tl.store(scale_pointer + blocks, scale_inv, mask=block_inside)
     elif FORMAT == _BF16:
         value = _round_stochastic(x, bits16) if UNSIGNED else rounded_to(x, tl.bfloat16)
-        tl.store(_at(row, COLUMN, tl.bfloat16, ALIGNED) + at, value, mask=inside)
+        tl.store(pointers, value, mask=inside)
     else:
-        tl.store(_at(row, COLUMN, tl.float32, ALIGNED) + at, x, mask=inside)
+        tl.store(pointers, x, mask=inside)
 
 
 @jit
-def _load_weight(  # type: ignore[no-untyped-def]
-    row, at, inside, blocks, block_inside, PARAM: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _load_weight(param, master, master_scale, inside, blocks, block_inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weight to update, in FP32."""
-    if MASTER == _MASTER_FP32:
-        weight = tl.load(_at(row, _MASTER_AT, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
-    elif MASTER == _MASTER_FP16:
-        scales = tl.load(_at(row, _MASTER_SCALE_AT, tl.float32, False) + blocks, mask=block_inside, other=0.0)
-        weight = (
-            as_fp32(tl.load(_at(row, _MASTER_AT, tl.float16, ALIGNED) + at, mask=inside, other=0.0)) * scales[:, None]
-        )
-    elif MASTER == _REMAINDER:
-        high = tl.load(_at(row, _PARAM_AT, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
-        low = tl.load(_at(row, _MASTER_AT, tl.int16, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
-        weight = ((high << 16) + low).to(tl.float32, bitcast=True)
+    if MASTER == _REMAINDER:
+        high = tl.load(param, mask=inside, other=0).to(tl.int32)
+        weight = ((high << 16) + tl.load(master, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+    elif MASTER == _MASTER_FP32 or MASTER == _MASTER_FP16:  # noqa: SIM109  # no tuples in kernels
+        weight = as_fp32(tl.load(master, mask=inside, other=0.0))
+        if MASTER == _MASTER_FP16:
+            weight = weight * tl.load(master_scale + blocks, mask=block_inside, other=0.0)[:, None]
     else:
-        weight = as_fp32(tl.load(_at(row, _PARAM_AT, PARAM, ALIGNED) + at, mask=inside, other=0.0))
+        weight = as_fp32(tl.load(param, mask=inside, other=0.0))
     return weight
 
 
 @jit
 def _store_weight(  # type: ignore[no-untyped-def]
-    weight, bits16, row, at, inside, blocks, block_inside,
-    PARAM: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr,
+    weight, bits16, param, master, master_scale, inside, blocks, block_inside,
+    PARAM: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     if MASTER == _REMAINDER:
-        raw = weight.to(tl.int32, bitcast=True)
-        raw = tl.where(magnitude_bits(weight) > 0x7F800000, 0x7FC00000, raw)
-        high = ((raw >> 16) & 0xFFFF) + ((raw >> 15) & 1)
-        tl.store(_at(row, _PARAM_AT, tl.int16, ALIGNED) + at, high.to(tl.int16), mask=inside)
-        tl.store(_at(row, _MASTER_AT, tl.int16, ALIGNED) + at, raw.to(tl.int16), mask=inside)
+        raw = _with_one_nan(weight)
+        tl.store(param, ((raw + 0x8000) >> 16).to(tl.int16), mask=inside)
+        tl.store(master, raw.to(tl.int16), mask=inside)
     else:
         if MASTER == _MASTER_FP32:
-            tl.store(_at(row, _MASTER_AT, tl.float32, ALIGNED) + at, weight, mask=inside)
+            tl.store(master, weight, mask=inside)
         if MASTER == _MASTER_FP16:
             weight = tl.where(inside, weight, 0.0)
-            scale, scale_inv = _block_scale(tl.max(magnitude_bits(weight), 1), 32768.0, True)
+            scale, scale_inv = _block_scale(_amax_bits(weight), 32768.0, True)
             codes = _to_fp16(weight, scale[:, None], 32768.0, False)
-            tl.store(_at(row, _MASTER_AT, tl.float16, ALIGNED) + at, codes, mask=inside)
-            tl.store(_at(row, _MASTER_SCALE_AT, tl.float32, False) + blocks, scale_inv, mask=block_inside)
+            tl.store(master, codes, mask=inside)
+            tl.store(master_scale + blocks, scale_inv, mask=block_inside)
             weight = as_fp32(codes) * scale_inv[:, None]
         value = _round_stochastic(weight, bits16) if MASTER == _STOCHASTIC else rounded_to(weight, PARAM)
-        tl.store(_at(row, _PARAM_AT, PARAM, ALIGNED) + at, value, mask=inside)
+        tl.store(param, value, mask=inside)
 
 
 @jit
@@ -278,35 +311,52 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     row_index, chunk = tl.load(entry), tl.load(entry + 1)
     row = table_ptr + _HEADER + row_index * _COLUMNS
     numbers = numbers_ptr + row_index * _NUMBERS
+    # Everything of the row is asked for at once: a branch between would add one latency of memory to each program.
+    start, first_block = chunk.to(tl.int64) * (BLOCKS * BLOCK), chunk.to(tl.int64) * BLOCKS
+    STORED_FIRST: tl.constexpr = _DTYPES[FIRST]
+    STORED_SECOND: tl.constexpr = _DTYPES[SECOND]
+    STORED_MASTER: tl.constexpr = _MASTER_DTYPES[MASTER]
+    param_ptr = _at(row, _PARAM_AT, tl.int16 if MASTER == _REMAINDER else PARAM, start, ALIGNED)
+    grad_ptr = _at(row, _GRAD_AT, GRAD, start, ALIGNED)
+    first_ptr = _at(row, _FIRST_AT, STORED_FIRST, start, ALIGNED)
+    first_scale_ptr = _at(row, _FIRST_AT + 1, tl.float32, first_block, False)
+    second_ptr = _at(row, _SECOND_AT, STORED_SECOND, start, ALIGNED)
+    second_scale_ptr = _at(row, _SECOND_AT + 1, tl.float32, first_block, False)
+    master_ptr = _at(row, _MASTER_AT, STORED_MASTER, start, ALIGNED)
+    master_scale_ptr = _at(row, _MASTER_SCALE_AT, tl.float32, first_block, False)
+    left = tl.minimum(tl.load(row + _NUMEL_AT) - start, BLOCKS * BLOCK).to(tl.int32)
     if tl.load(numbers) == 0:
-        numel = tl.load(row + _NUMEL_AT)
         if ALIGNED:
-            numel = tl.multiple_of(numel, 16)
-        blocks = chunk.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-        at = (chunk.to(tl.int64) * (BLOCKS * BLOCK) + tl.arange(0, BLOCKS) * BLOCK)[:, None] + tl.arange(0, BLOCK)[
-            None, :
-        ]
-        inside, block_inside = at < numel, blocks * BLOCK < numel
+            left = tl.multiple_of(left, 16)
+        blocks = tl.arange(0, BLOCKS)
+        at = (blocks * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        inside, block_inside = at < left, blocks * BLOCK < left
+        HAS_FP32: tl.constexpr = _F32 == PARAM or _F32 == GRAD  # no tuples in kernels
+        WIDTH: tl.constexpr = 4 if HAS_FP32 or FIRST * SECOND == 0 or MASTER == _MASTER_FP32 else 8
+        params, grads = _side_by_side(param_ptr, at, WIDTH), _side_by_side(grad_ptr, at, WIDTH)
+        firsts, seconds = _side_by_side(first_ptr, at, WIDTH), _side_by_side(second_ptr, at, WIDTH)
+        masters = _side_by_side(master_ptr, at, WIDTH)
         random = tl.zeros([BLOCKS, BLOCK], tl.int32)
         if MASTER == _STOCHASTIC or SECOND == _BF16:
-            random = _hash32(at.to(tl.int32) ^ tl.load(numbers + 1))
+            random = _hash32((start.to(tl.int32) + at) ^ tl.load(numbers + 1))
 
-        gradient = as_fp32(tl.load(_at(row, _GRAD_AT, GRAD, ALIGNED) + at, mask=inside, other=0.0)) * _number(
-            numbers, 2
-        )
-        weight = _load_weight(row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)
-        first = _load_moment(row, _FIRST_AT, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
-        second = _load_moment(row, _SECOND_AT, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
+        gradient = as_fp32(tl.load(grads, mask=inside, other=0.0)) * _number(numbers, 2)
+        weight = _load_weight(params, masters, master_scale_ptr, inside, blocks, block_inside, MASTER)
+        first = _load_moment(firsts, first_scale_ptr, inside, blocks, block_inside, FIRST, False, HARDWARE)
+        second = _load_moment(seconds, second_scale_ptr, inside, blocks, block_inside, SECOND, True, HARDWARE)
         if not DECOUPLED:
             gradient = gradient + weight * _number(numbers, 10)
         first = first + (gradient - first) * _number(numbers, 3)
         second = second * _number(numbers, 4) + gradient * gradient * _number(numbers, 5)
-        root = tl.sqrt_rn(second) * _number(numbers, 7) + _number(numbers, 6)
+        ratio = adam_ratio(first, second, _number(numbers, 11), _number(numbers, 7), _number(numbers, 6))
         if DECOUPLED:
             weight = weight * _number(numbers, 9)
-        weight = weight - tl.div_rn(first, root) * _number(numbers, 8)
+        weight = weight - ratio * _number(numbers, 8)
 
-        _store_moment(first, random, row, _FIRST_AT, at, inside, blocks, block_inside, FIRST, False, ALIGNED, HARDWARE)
         above = (random >> 16) & 0xFFFF
-        _store_moment(second, above, row, _SECOND_AT, at, inside, blocks, block_inside, SECOND, True, ALIGNED, HARDWARE)
-        _store_weight(weight, random & 0xFFFF, row, at, inside, blocks, block_inside, PARAM, MASTER, ALIGNED)
+        _store_weight(
+            weight, random & 0xFFFF, params, masters, master_scale_ptr, inside, blocks, block_inside, PARAM,
+            MASTER,
+        )  # fmt: skip
+        _store_moment(first, random, firsts, first_scale_ptr, inside, blocks, block_inside, FIRST, False, HARDWARE)
+        _store_moment(second, above, seconds, second_scale_ptr, inside, blocks, block_inside, SECOND, True, HARDWARE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,19 @@ from acceler8.kernels._launch import Launch, Plans, address, stream_of
 if TYPE_CHECKING:
     from acceler8.kernels.adam import AdamKind, AdamNumbers, AdamRow
 
-_BLOCKS, _WARPS = 16, 4  # elements a thread: 16. Not tuned on a GPU yet
+
+class Shape(NamedTuple):
+    """How the kernel is spread: blocks of 128 and warps of a program, registers of a thread (None: as it wants)."""
+
+    blocks: int
+    warps: int
+    registers: int | None = None
+
+
+# 16 elements a thread: what a thread does once is a quarter of its instructions with 8. The path that exact divisions
+# rarely take wants 99 to 124 registers; with 96, which spill 3 to 21 words (of some 1200 instructions), 20 warps run at
+# once and not 16 (SASS for sm_90). ``bench_optimizer.py --sweep`` compares.
+SHAPE = Shape(16, 4, 96)
 _SPARE = 4
 _FORMATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 _MASTERS = {
@@ -63,8 +75,8 @@ class _Chunks:
 class AdamLaunches:
     """Steps parameters of one device. Keeps tables between steps; one for each optimizer."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, shape: Shape = SHAPE) -> None:
+        self.device, self._shape = device, shape
         self._index = device.index if device.type == "cuda" else -1
         self._told: list[Any] = []
         self._table: Tensor | None = None
@@ -110,9 +122,9 @@ class AdamLaunches:
     ) -> Tensor:
         """The table of this step, on the device."""
         told: list[Any] = [0 if flag is None else flag.data_ptr() for flag in (found_inf, grad_scale)]
-        for row in rows:
-            told += [0 if t is None else t.data_ptr() for t in row.tensors]
-            told += (row.tensors[0].numel(), row.group, row.number)
+        for _, tensors, group, number in rows:
+            told += [0 if t is None else t.data_ptr() for t in tensors]
+            told += (tensors[0].numel(), group, number)
         of_groups = [numbers.columns(self.device) for numbers in groups]
         kinds = [row.kind for row in rows]
         told += (of_groups, kinds)
@@ -173,7 +185,7 @@ class AdamLaunches:
             members.setdefault((kind, aligned), []).append(index)
         launches = []
         for (kind, aligned), indices in members.items():
-            counts = -(-numels[indices] // (_BLOCKS * BLOCK))
+            counts = -(-numels[indices] // (self._shape.blocks * BLOCK))
             programs = int(counts.sum())
             if not programs:
                 continue
@@ -195,7 +207,8 @@ class AdamLaunches:
             (
                 _triton.type_of(kind.param), _triton.type_of(kind.grad), _FORMATS[kind.exp_avg],
                 _FORMATS[kind.exp_avg_sq], _MASTERS[kind.master], kind.decoupled, is_aligned,
-                _triton.has_fp8_conversion(self.device), _BLOCKS, BLOCK,
+                _triton.has_fp8_conversion(self.device), self._shape.blocks, BLOCK,
             ),
-            _WARPS,
+            self._shape.warps,
+            self._shape.registers,
         )  # fmt: skip

@@ -11,6 +11,8 @@ stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; docs/optimiz
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +74,7 @@ class Adam(StateFormatsOptimizer):
         }  # fmt: skip
         self._launches: dict[torch.device, AdamLaunches] = {}
         self._kinds: dict[tuple[torch.dtype, torch.dtype, StateFormats], AdamKind] = {}
+        self._told: dict[Tensor, _Told] = {}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf here and does not wait
 
@@ -83,6 +86,7 @@ class Adam(StateFormatsOptimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_launches", {})
         self.__dict__.setdefault("_kinds", {})
+        self._told = {}
 
     def update(self, device: torch.device, rows: Sequence[Row]) -> None:
         """One fused pass over ``rows``."""
@@ -106,18 +110,51 @@ class Adam(StateFormatsOptimizer):
         )
 
     def _adam_row(self, row: Row) -> AdamRow:
+        told = self._told.get(row.owner)
+        if told is None or not told.holds(row):
+            told = self._tell(row)
+        tensors = AdamTensors(row.param, row.grad, *told.stored)  # type: ignore[arg-type]
+        return AdamRow(told.kind, tensors, row.group, row.number)
+
+    def _tell(self, row: Row) -> _Told:
         state, formats = row.state, row.formats
         key = (row.param.dtype, row.grad.dtype, formats)
         kind = self._kinds.get(key)
         if kind is None:
             (first, second), master = formats.moments, formats.master
             kind = self._kinds[key] = AdamKind(*key[:2], first, second, master, self._DECOUPLED)
-        tensors = AdamTensors(
-            row.param, row.grad, shard(state["exp_avg"]), _shard(state.get("exp_avg_scale")),
+        stored = (
+            shard(state["exp_avg"]), _shard(state.get("exp_avg_scale")),
             shard(state["exp_avg_sq"]), _shard(state.get("exp_avg_sq_scale")),
             _shard(state.get("master")), _shard(state.get("master_scale")), state["step"],
         )  # fmt: skip
-        return AdamRow(kind, tensors, row.group, row.number)
+        told = _Told(kind, formats, list(state.values()), stored)
+        if all(type(value) is Tensor for value in told.state):  # the shard of a DTensor may be another next time
+            self._told[row.owner] = told
+        return told
+
+
+@dataclass
+class _Told:
+    """What the kernel is told of a parameter in every step, and what must be the same for that.
+
+    To find it out takes some microseconds of the host's time, for each of hundreds of parameters. Addresses are read
+    anew. Without the gradient, which it would keep alive.
+    """
+
+    kind: AdamKind
+    formats: StateFormats
+    state: list[Any]
+    stored: tuple[Tensor | None, ...]
+
+    def holds(self, row: Row) -> bool:
+        return (
+            self.kind.param is row.param.dtype
+            and self.kind.grad is row.grad.dtype
+            and self.formats is row.formats
+            and len(self.state) == len(row.state)
+            and all(map(is_, self.state, row.state.values()))
+        )
 
 
 def _shard(tensor: Tensor | None) -> Tensor | None:
