@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acceler8 import recipes
 from acceler8.errors import DoubleBackwardError
@@ -15,6 +18,18 @@ from acceler8.kernels import quantize
 from tests.functional.support import NAMES, slots_for, sqnr_db
 
 WIDTHS = (256, 128, 128)
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def data(
@@ -59,7 +74,10 @@ def test_against_float64(name, device):
         assert sqnr_db(got, true) > sqnr_db(single, true) - 1.5, i
     if name in ("rowwise", "blockwise", "mxfp8"):  # scales that one layer's rows have to themselves
         assert all(torch.equal(a, b) for a, b in zip(ys, single_ys, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(grads[1:], single_grads[1:], strict=True))  # dw and dbias
+        assert all(torch.equal(a, b) for a, b in zip(grads[1:4], single_grads[1:4], strict=True))  # dw
+    # 48 terms, each FP32 sum within 48 u: the tile of the transposed gradient may add up in another order
+    for got, single, dy in zip(grads[4:], single_grads[4:], dys, strict=True):
+        assert ((got - single).abs() <= 2 * 48 * 2.0**-24 * dy.abs().sum(0)).all()
 
 
 def test_each_result_is_a_tensor_of_its_own_that_may_be_changed():
@@ -94,6 +112,35 @@ def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs():
     grads = torch.autograd.grad(ys, others, dys)
     expected = [grad for i, grad in enumerate(want) if i != 2]
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("frozen", [(), (1, 2, 3), (0,), (0, 1, 2, 3), (5,), (4, 5, 6)], ids=str)
+@pytest.mark.parametrize("used", [(0, 1, 2), (2,)], ids=str)
+def test_bias_gradients_come_with_the_cast(name, frozen, used, device):
+    """Whatever is frozen; each is the sum of its own gradient, in memory of its own."""
+    leaves, dys = data(device=device)
+    for i in frozen:
+        leaves[i].requires_grad_(False)
+    recipe = recipes.get(name)
+    ys = linears(leaves[0], leaves[1:4], leaves[4:], recipe=recipe, slots=slots_for(recipe, device))
+    with Seen() as seen:
+        torch.autograd.backward([ys[i] for i in used], [dys[i] for i in used])
+    wants = [i for i in used if 4 + i not in frozen]
+    casts = any(0 not in frozen or 1 + i not in frozen for i in used)
+    with_sums, without = (
+        sum(seen.count[op + delayed] for delayed in ("", "_delayed"))
+        for op in ("quantize_concatenated_and_sum", "quantize_concatenated")
+    )
+    assert with_sums == int(casts and bool(wants))
+    assert without == int(casts and not wants) + (0 not in frozen)  # of the weights, for dgrad
+    for i in range(3):
+        got = leaves[4 + i].grad
+        assert (got is not None) == (i in wants)
+        if got is not None:
+            assert got.untyped_storage().nbytes() == got.nbytes
+            error = (got.double() - dys[i].double().sum(0)).abs()
+            assert (error <= 48 * 2.0**-24 * dys[i].abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param({"test_triton": ("", 100)}, id="triton"),
         pytest.param(
             {
+                "test_cast_and_sum": ("(both and (exact or of_several)) or many_tiles or delayed", 50),
                 "test_adam": ("kernel_gives or launches", 8),
                 "test_concatenated": ("", 20),
                 "test_cross_entropy": ("", 15),
@@ -34,12 +35,16 @@ ROOT = Path(__file__).parents[2]
             },
             id="fused",
         ),
-        pytest.param({"test_gated": ("", 60), "test_norm": ("", 70)}, id="all of the norms", marks=pytest.mark.slow),
+        pytest.param(
+            {"test_cast_and_sum": ("", 195), "test_gated": ("", 60), "test_norm": ("", 70)},
+            id="all of the norms",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_kernels_give_the_same_codes_in_the_interpreter(files: dict[str, tuple[str, int]]):
     """Each file: which of its tests (as of ``-k``; all if empty), and how many at least; one process for all files."""
-    wanted = " or ".join(f"({file}.py{' and ' * bool(some)}{some})" for file, (some, _) in files.items())
+    wanted = " or ".join(f"({file}.py{f' and ({some})' if some else ''})" for file, (some, _) in files.items())
     paths = [str(Path(__file__).with_name(f"{file}.py")) for file in files]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", wanted, *paths]
     # numpy works on one tile at a time, so a second thread would only wait for the first

@@ -35,7 +35,9 @@ from acceler8.kernels import (
     norm_forward,
     norm_ref,
     quantize,
+    quantize_and_sum,
     quantize_concatenated,
+    quantize_concatenated_and_sum,
     quantize_ref,
     transpose_codes,
     transpose_ref,
@@ -163,6 +165,51 @@ def _concatenated_op(granularity: Granularity) -> Op:
     return Op(name=f"quantize two weights as one {granularity}", make=make, check=check)
 
 
+def _sums_op(granularity: Granularity) -> Op:
+    """A cast of dy that adds up its columns, beside "quantize ... both", which does not."""
+
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        x = _normal(*shape, device)
+        return lambda: quantize_and_sum(x, E4M3, E4M3, granularity), x.numel() * 4 + shape[1] * 4
+
+    def check(device: torch.device) -> str:
+        x = _normal(*CHECKED_SHAPE, device)
+        rows, cols, _, sums = quantize_and_sum(x, E4M3, E4M3, granularity)
+        return _first(
+            _differs("rows", rows, x, granularity),
+            _differs("columns", cols, x.t(), granularity),
+            _far("sums", sums, x.double().sum(0), 1e-5),
+        )
+
+    return Op(name=f"quantize {granularity} both with sums of columns", make=make, check=check)
+
+
+def _sums_of_several_op(granularity: Granularity) -> Op:
+    """Gradients of two layers as one, transposed, as q, k and v cast theirs."""
+
+    def parts(rows: int, cols: int, device: torch.device) -> list[Tensor]:
+        return list(_normal(rows, cols, device).t().split(-(-cols // 2 // 128) * 128))
+
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        several = parts(*shape, device)
+        return (
+            lambda: quantize_concatenated_and_sum(several, E4M3, E4M3, granularity),
+            shape[0] * shape[1] * 4 + shape[1] * 4,
+        )
+
+    def check(device: torch.device) -> str:
+        several = parts(*CHECKED_SHAPE, device)
+        rows, cols, sums = quantize_concatenated_and_sum(several, E4M3, E4M3, granularity)
+        whole = torch.cat(several)
+        return _first(
+            _differs("rows", rows, whole, granularity),
+            _differs("columns", cols, whole.t(), granularity),
+            _far("sums", sums, whole.double().sum(1), 1e-5),
+        )
+
+    return Op(name=f"quantize two gradients as one with sums {granularity}", make=make, check=check)
+
+
 def _transpose_op() -> Op:
     def by_rows(rows: int, cols: int, device: torch.device) -> Quantized:
         q, _, _ = quantize(_normal(rows, cols, device), E4M3, None, ROWWISE, pow2=True)
@@ -272,6 +319,8 @@ def all_ops() -> list[Op]:
     return [
         *(_quantize_op(g, rows, cols) for g in GRANULARITIES.values() for rows, cols in orientations),
         _delayed_op(),
+        *(_sums_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),
+        *(_sums_of_several_op(g) for g in (TENSORWISE, ROWWISE)),
         *(_amax_op(dim) for dim in (None, 1, 0)),
         _transpose_op(),
         *(_concatenated_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_128x128)),

@@ -16,7 +16,14 @@ from acceler8.formats import Format
 from acceler8.functional.kept_input import Kept, KeptCodes, KeptInput, is_kept_by_its_maker
 from acceler8.functional.shared_input import Cast, SharedInput
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import Quantized, multiply, quantize, quantize_concatenated
+from acceler8.kernels import (
+    Quantized,
+    column_sums_ref,
+    multiply,
+    quantize,
+    quantize_and_sum,
+    quantize_concatenated,
+)
 from acceler8.recipes import Gemm, Operand, Recipe
 from acceler8.scaling import AmaxSlot, Granularity
 
@@ -117,6 +124,29 @@ class Call(NamedTuple):
         if first.format is second.format:
             return rows, rows
         return rows, self.quantize(role, t, second.format, None, second.granularity)[0]
+
+    def cast_and_sum(
+        self, dy: Tensor, first: Operand, second: Operand
+    ) -> tuple[Quantized | None, Quantized | None, Tensor]:
+        """``cast`` of dy, and the FP32 sums of its columns: from the same read, or PyTorch's where nothing is cast."""
+        wgrad_is_fp8 = self.recipe.wgrad.is_fp8
+        lead = first if first.is_fp8 else second
+        if not lead.is_fp8:
+            return None, None, column_sums_ref(dy)
+        rows, cols = (first.format, second.format) if wgrad_is_fp8 else (lead.format, None)
+        amax, staging = self.scales_of("dy")
+        as_rows, as_cols, packed, sums = quantize_and_sum(
+            dy, rows, cols, lead.granularity, pow2=self.recipe.pow2_scales, margin=self.recipe.margin,
+            amax=amax, staging=staging, statistics=self.observer is not None,
+        )  # fmt: skip
+        if self.observer is not None and packed is not None:
+            self.observer("dy", packed, dy.numel())
+        if wgrad_is_fp8:
+            return as_rows, as_cols, sums
+        of_first = as_rows if first.is_fp8 else None
+        if lead.format is second.format:
+            return of_first, as_rows, sums
+        return of_first, self.quantize("dy", dy, second.format, None, second.granularity)[0], sums
 
     def weight(self, w: Tensor | tuple[Tensor, ...], orientation: str, operand: Operand) -> Quantized | None:
         """The weight's codes, kept ones inside a window, else fresh; None if the operand is in high precision.

@@ -8,6 +8,9 @@ neighbour, no loss sees filler.
 The quantised function is a staircase: its true derivative is zero almost everywhere. Gradients here are the
 straight-through estimate, once; asking for a second derivative raises (elsewhere it is silently wrong).
 
+The gradient of the bias is the FP32 sum of dy itself over tokens, added up on the way of dy's cast in a fixed order
+(``kernels/cast_and_sum.py``); where dy is not cast, it is PyTorch's sum.
+
 Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA TransformerEngine for which operand is saved.
 """
 
@@ -42,11 +45,16 @@ def _fprop(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> tuple[Tenso
 
 
 def _backward(
-    dy: Tensor, kept: Kept | None, tensors: Tensors, w: Tensor | None, in_features: int, call: Call
-) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dw)``, None where nobody needs it. ``kept`` is what wgrad reads, ``w`` what dgrad reads."""
+    dy: Tensor, kept: Kept | None, tensors: Tensors, w: Tensor | None, in_features: int, call: Call, needs_dbias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``(dx, dw, dbias)``, None where nobody needs it. ``kept`` is what wgrad reads, ``w`` what dgrad reads."""
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
-    dy_rows, dy_kept = call.cast("dy", dy, dgrad.a if call.needs_dx else PLAIN, wgrad.a if call.needs_dw else PLAIN)
+    operands = dgrad.a if call.needs_dx else PLAIN, wgrad.a if call.needs_dw else PLAIN
+    dbias = None
+    if needs_dbias:
+        dy_rows, dy_kept, dbias = call.cast_and_sum(dy, *operands)
+    else:
+        dy_rows, dy_kept = call.cast("dy", dy, *operands)
     dx = dw = None
     if w is not None:
         if dgrad.is_fp8:
@@ -62,7 +70,7 @@ def _backward(
             (x,) = tensors if isinstance(kept, KeptInput) else (kept.codes(tensors, call).dequantize(in_features),)
             assert x is not None
             dw = _matmul(_values(dy, dy_kept).t(), x.reshape(-1, in_features).t(), call.out_dtype)
-    return dx, dw
+    return dx, dw, dbias
 
 
 def _values(t: Tensor, codes: Quantized | None) -> Tensor:
@@ -101,12 +109,14 @@ class _Linear(torch.autograd.Function):
         with torch.no_grad():
             if dy.ndim != 2:
                 dy = dy.reshape(-1, dy.shape[-1])
-            dx, dw = _backward(dy, ctx.kept, tuple(tensors), w, ctx.x_shape[-1], call)
+            needs_dbias = ctx.needs_input_grad[2]
+            dx, dw, dbias = _backward(dy, ctx.kept, tuple(tensors), w, ctx.x_shape[-1], call, needs_dbias)
             if dx is not None:
                 dx = (dx if dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype)).view(ctx.x_shape)
             if dw is not None and dw.dtype is not call.w_dtype:
                 dw = dw.to(call.w_dtype)
-            dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+            if dbias is not None:
+                dbias = dbias.to(ctx.bias_dtype)
         return *once_only(dx, dw, dbias), None
 
 

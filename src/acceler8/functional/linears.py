@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acceler8.formats import Format
 from acceler8.functional.call import Call, LinearSlots, once_only
 from acceler8.functional.shared_input import shared_input
 from acceler8.functional.weight_codes import WeightCodes
-from acceler8.kernels import Quantized, quantize_concatenated
+from acceler8.kernels import Quantized, column_sums_ref, quantize_concatenated, quantize_concatenated_and_sum
 from acceler8.recipes import Recipe
 from acceler8.scaling import BLOCK_1x128, BLOCK_128x128, MX_1x32
 
@@ -44,6 +45,26 @@ def rows_of(codes: Quantized, widths: Sequence[int]) -> list[Quantized]:
         scales = scale.split([width // each for width in widths])
     parts = zip(codes.codes.split(list(widths)), scales, strict=True)
     return [Quantized(part, its, codes.granularity) for part, its in parts]
+
+
+def _cast_gradients(
+    dys: list[Tensor], rows: Format | None, cols: Format | None, call: Call, with_sums: bool
+) -> tuple[Quantized | None, Quantized | None, list[Tensor]]:
+    """Codes of the transposed gradients, one below the other: rows are what wgrad reads, columns what dgrad does. And
+    the FP32 sums of each over tokens; none if they are not asked.
+    """
+    amax, staging = call.scales_of("dy")
+    granularity, pow2, margin = call.recipe.dgrad.a.granularity, call.recipe.pow2_scales, call.recipe.margin
+    transposed = [dy.t() for dy in dys]
+    if not with_sums:
+        made = quantize_concatenated(
+            transposed, rows, cols, granularity, pow2=pow2, margin=margin, amax=amax, staging=staging
+        )
+        return *made, []
+    as_rows, as_cols, sums = quantize_concatenated_and_sum(
+        transposed, rows, cols, granularity, pow2=pow2, margin=margin, amax=amax, staging=staging
+    )
+    return as_rows, as_cols, list(sums.split([dy.shape[1] for dy in dys]))
 
 
 class _Linears(torch.autograd.Function):
@@ -87,19 +108,11 @@ class _Linears(torch.autograd.Function):
         with torch.no_grad():
             dys = [grads[i].reshape(-1, ctx.widths[i]) for i in called]  # type: ignore[union-attr]
             wants = call.needs_dx, any(ctx.needs_dw[i] for i in called)
+            sums: list[Tensor] = []
+            biased = [ctx.needs_input_grad[3 + count + i] for i in called]
             if called and any(wants):
-                amax, staging = call.scales_of("dy")
-                # of the transposed gradients, one below the other: rows are what wgrad reads, columns what dgrad does
-                d_kept, d_rows = quantize_concatenated(
-                    [dy.t() for dy in dys],
-                    wgrad.a.format if wants[1] else None,
-                    dgrad.a.format if wants[0] else None,
-                    dgrad.a.granularity,
-                    pow2=call.recipe.pow2_scales,
-                    margin=call.recipe.margin,
-                    amax=amax,
-                    staging=staging,
-                )
+                formats = wgrad.a.format if wants[1] else None, dgrad.a.format if wants[0] else None
+                d_kept, d_rows, sums = _cast_gradients(dys, *formats, call, any(biased))
                 if wants[0]:
                     w_cols = call.weight(tuple(weights[i] for i in called), "cols", dgrad.b)
                     dx = call.multiply(dgrad, d_rows, w_cols)
@@ -110,9 +123,11 @@ class _Linears(torch.autograd.Function):
                         if ctx.needs_dw[i]:
                             dw, dtype = call.multiply(wgrad, part, x_kept), ctx.dtypes[i]
                             dws[i] = dw if dw.dtype is dtype else dw.to(dtype)
-            for i, dy in zip(called, dys, strict=True):
-                if ctx.needs_input_grad[3 + count + i]:
-                    dbiases[i] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
+            elif any(biased):
+                sums = [column_sums_ref(dy) for dy in dys]
+            for i, is_biased, its in zip(called, biased, sums, strict=False):
+                if is_biased:
+                    dbiases[i] = its.to(ctx.dtypes[count + i], copy=True)  # not a part of what all lie in
         first, *rest = once_only(dx, *dws, *dbiases)
         return first, None, None, *rest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from acceler8.kernels._triton import HAVE_TRITON
 from acceler8.kernels.amax import amax_ref, compute_amax
+from acceler8.kernels.cast_and_sum import column_sums_ref, quantize_and_sum, quantize_concatenated_and_sum
 from acceler8.kernels.concatenated import quantize_concatenated
 from acceler8.kernels.cross_entropy import check_labels, cross_entropy_, cross_entropy_ref
 from acceler8.kernels.dequantize import dequantize
@@ -29,6 +30,7 @@ __all__ = [
     "amax_ref",
     "check_labels",
     "check_operands",
+    "column_sums_ref",
     "compute_amax",
     "cross_entropy_",
     "cross_entropy_ref",
@@ -44,7 +46,9 @@ __all__ = [
     "norm_forward",
     "norm_ref",
     "quantize",
+    "quantize_and_sum",
     "quantize_concatenated",
+    "quantize_concatenated_and_sum",
     "quantize_ref",
     "read_statistics",
     "scaled_matmul",

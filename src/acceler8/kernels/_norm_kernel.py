@@ -227,23 +227,3 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + cols, tl.sum(dweight, 0), mask=cols < col_count)
         if DBIAS:
             tl.store(partial_ptr + (PARTS - 1) * col_count + cols, tl.sum(dbias, 0), mask=cols < col_count)
-
-
-@jit
-def sum_partials_kernel(  # type: ignore[no-untyped-def]
-    partial_ptr, first_ptr, second_ptr, count, col_count, PARTS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """``partial`` [count, PARTS, D] summed over its programs, in an order that depends on the shape alone."""
-    blocks = tl.cdiv(col_count, COLS)
-    part = tl.program_id(0) // blocks
-    cols = (tl.program_id(0) % blocks) * COLS + tl.arange(0, COLS)
-    total = tl.zeros([TALL, COLS], tl.float32)
-    for start in range(0, count, TALL):
-        rows = start + tl.arange(0, TALL)
-        at = partial_ptr + (rows[:, None] * PARTS + part) * col_count + cols[None, :]
-        total += tl.load(at, mask=(rows < count)[:, None] & (cols < col_count)[None, :], other=0.0)
-    total = tl.sum(total, 0)
-    if part == 0:
-        tl.store(first_ptr + cols, total, mask=cols < col_count)
-    else:
-        tl.store(second_ptr + cols, total, mask=cols < col_count)

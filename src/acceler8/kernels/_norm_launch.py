@@ -16,8 +16,8 @@ from acceler8.kernels._norm_kernel import (
     cast_rows_kernel,
     norm_backward_kernel,
     norm_forward_kernel,
-    sum_partials_kernel,
 )
+from acceler8.kernels._sums import sum_partials_launch
 from acceler8.scaling import GRANULARITIES
 
 _NARROWEST = 128  # a row with filler of any cast: y must not depend on which codes are wanted of it
@@ -26,7 +26,6 @@ _ELEMENTS, _PER_WARP, _MOST_WARPS = 4096, 512, 16  # 16 elements a thread: x, y 
 # Programs that stay take 64 to 128 registers a thread (ptxas of Triton 3.6, sm_90a; only the widest spill, up to 248
 # bytes), so that many warps find room on a processor; others 48 to 83.
 _RESIDENT_WARPS = 20
-_TALL, _SUM_COLS, _SUM_WARPS = 32, 64, 4
 
 
 class Options(NamedTuple):
@@ -306,13 +305,5 @@ def _make_backward_plan(
         ),
         grid.warps,
     )  # fmt: skip
-    total = None
-    if parts:
-        total = Launch(
-            sum_partials_kernel,
-            parts * -(-col_count // _SUM_COLS),
-            (torch.float32, torch.float32, torch.float32),
-            (grid.programs, col_count, parts, _TALL, _SUM_COLS),
-            _SUM_WARPS,
-        )
+    total = sum_partials_launch(grid.programs, parts, col_count) if parts else None
     return _BackwardPlan(dx, total, (grid.programs, max(parts, 1), col_count), x.device)

@@ -119,15 +119,17 @@ def quantize_both(  # type: ignore[no-untyped-def]
 
 @jit
 def quantize_tiles_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, amax_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
-    row_count, col_count, row_stride, col_stride, row_offset, cols_at, row_width, col_width, col_stop,
+    x_ptr, amax_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, partial_ptr,
+    row_count, col_count, row_stride, col_stride, row_offset, cols_at, row_width, col_width, col_stop, sums_width,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
-    HARDWARE: tl.constexpr, TILE: tl.constexpr,
+    HARDWARE: tl.constexpr, TILE: tl.constexpr, SUM_OF_COLS: tl.constexpr, SUM_OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile a program, from the last to the first: the pass for amax ended there, and the L2 cache still holds it
     (1 to 4 % of a cast, H200, 2026-11-30). What is written is ``row_offset`` rows further down than ``x``.
+
+    ``partial`` [tiles, sums_width] gets the FP32 sums of a tile's columns, or of its rows; at most one is asked.
     """
     # a filled width ends in the tile in which the unfilled one does (or in one that the grid adds), so tiles of x cover
     # the codes as well
@@ -136,6 +138,11 @@ def quantize_tiles_kernel(  # type: ignore[no-untyped-def]
     row_count, col_count = hidden(row_count, TILE), hidden(col_count, TILE)
     inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
     x = as_fp32(tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0))
+    if SUM_OF_COLS:
+        tl.store(partial_ptr + first_row // TILE * sums_width + cols, tl.sum(x, 0), mask=cols < col_count)
+    if SUM_OF_ROWS:
+        at = partial_ptr + first_col // TILE * sums_width + row_offset + rows
+        tl.store(at, tl.sum(x, 1), mask=rows < row_count)
     quantize_both(
         x, rows + row_offset, cols, first_row + row_offset, first_col, row_count + row_offset, col_count,
         amax_ptr, cols_at, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,

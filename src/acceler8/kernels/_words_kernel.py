@@ -151,15 +151,18 @@ def _load(x_ptr, rows, cols, row_stride, col_stride, row_count, col_count):  # t
 
 @jit
 def quantize_words_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr,
+    x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, partial_ptr,
     row_count, col_count, row_stride, col_stride, across, row_offset, col_offset,
-    row_width, row_stop, col_width, col_stop,
+    row_width, row_stop, col_width, col_stop, sums_width,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    SUM_OF_COLS: tl.constexpr, SUM_OF_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program. ``x`` lies at ``row_offset``, ``col_offset`` of the matrix that is written."""
+    """A tile a program. ``x`` lies at ``row_offset``, ``col_offset`` of the matrix that is written. ``partial`` as in
+    ``quantize_tiles_kernel``.
+    """
     first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
     rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
@@ -169,6 +172,15 @@ def quantize_words_kernel(  # type: ignore[no-untyped-def]
     x3 = _load(x_ptr, rows + 3, cols, row_stride, col_stride, row_count, col_count)
     if DELAYED:
         stage(largest_bits(x0, x1, x2, x3), staging_ptr)
+    if SUM_OF_COLS:
+        at = partial_ptr + first_row // ROWS * sums_width + col_offset + cols
+        tl.store(at, tl.sum((x0 + x1) + (x2 + x3), 0), mask=cols < col_count)
+    if SUM_OF_ROWS:
+        at = partial_ptr + first_col // COLS * sums_width + row_offset + rows
+        tl.store(at, tl.sum(x0, 1), mask=rows < row_count)
+        tl.store(at + 1, tl.sum(x1, 1), mask=rows + 1 < row_count)
+        tl.store(at + 2, tl.sum(x2, 1), mask=rows + 2 < row_count)
+        tl.store(at + 3, tl.sum(x3, 1), mask=rows + 3 < row_count)
     quantize_four(
         x0, x1, x2, x3, rows + row_offset, cols + col_offset, first_row + row_offset, first_col + col_offset,
         row_count + row_offset, col_count + col_offset, amax_ptr, known_ptr,

@@ -20,6 +20,7 @@ from acceler8.kernels import _triton
 from acceler8.kernels._launch import Launch, Plans, address, alignment, stream_of, zeros
 from acceler8.kernels._library import library, may_go_direct
 from acceler8.kernels._quantize_launch import WIDEST_ROW, CastLaunch, as_bits, rows_cast, tiles_cast, words_cast
+from acceler8.kernels._sums import Sums, Total, total_of
 from acceler8.kernels.amax import amax_launch
 from acceler8.kernels.operand import Quantized
 from acceler8.kernels.quantize import cast_fake, cast_ref
@@ -37,12 +38,13 @@ class _Plan(NamedTuple):
     find_amax: list[Launch]
     amax_count: int
     cast: list[CastLaunch]
+    total: Total | None
 
 
 _plans: Plans[_Plan] = Plans()
 
 
-def _concatenated_triton(
+def concatenated_triton(
     weights: Sequence[Tensor],
     rows: str,
     cols: str,
@@ -51,23 +53,27 @@ def _concatenated_triton(
     margin: int,
     amax: Tensor | None = None,
     staging: Tensor | None = None,
+    row_sums: bool = False,
 ) -> list[Tensor]:
-    """Launch the kernels: ``[codes, scale_inv]`` of rows, then of columns, as asked. No weight is empty."""
+    """Launch the kernels: ``[codes, scale_inv]`` of rows, then of columns, as asked, then FP32 sums of rows [N]. No
+    weight is empty.
+    """
     device = weights[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _concatenated_triton(weights, rows, cols, granularity, pow2, margin, amax, staging)
+            return concatenated_triton(weights, rows, cols, granularity, pow2, margin, amax, staging, row_sums)
     delayed = None if amax is None or staging is None else (alignment(amax), alignment(staging))
     key = (
         *((w.shape, w.stride(), alignment(w)) for w in weights), weights[0].dtype, device, rows, cols, granularity,
-        pow2, margin, delayed,
+        pow2, margin, delayed, row_sums,
     )  # fmt: skip
     plan = _plans.get(
         key,
         lambda: _make_plan(
-            weights, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin, amax, staging
+            weights, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin, amax, staging,
+            row_sums,
         ),
-    )
+    )  # fmt: skip
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
     stream, sources = stream_of(device), [address(w) for w in weights]
     at = [sources[0], *map(address, out)]  # an address that is not asked for is not read
@@ -79,8 +85,13 @@ def _concatenated_triton(
         found, kept = zeros(plan.amax_count, weights[0], device, stream)
         for find_amax, source in zip(plan.find_amax, sources, strict=True):
             find_amax(stream, source, known, found)
+    partial = None if plan.total is None else torch.empty(plan.total.partial, dtype=torch.float32, device=plan.device)
+    at_partial = sources[0] if partial is None else address(partial)
     for cast, source in zip(plan.cast, sources, strict=True):
-        cast(stream, source, found, known, staged, *at_out)
+        cast(stream, source, found, known, staged, *at_out, at_partial)
+    if plan.total is not None:
+        out.append(torch.empty(plan.total.partial[1], dtype=torch.float32, device=plan.device))
+        plan.total.launch(stream, at_partial, address(out[-1]), address(out[-1]))
     del kept
     return out
 
@@ -94,6 +105,7 @@ def _make_plan(
     margin: int,
     amax: Tensor | None,
     staging: Tensor | None,
+    row_sums: bool,
 ) -> _Plan:
     row_count, col_count = sum(w.shape[0] for w in weights), weights[0].shape[1]
     multiple = granularity.contraction_multiple
@@ -105,7 +117,9 @@ def _make_plan(
     first = 2 * (rows is not None)
     places = (1 if rows else 0, 2 if rows else 0, first + 1 if cols else 0, first + 2 if cols else 0)
     by_row, widths = granularity is ROWWISE, (row_width, col_width)
-    one_pass = by_row and cols is None and row_width <= WIDEST_ROW and all(w.stride(1) == 1 for w in weights)
+    sums = Sums(1, row_count) if row_sums else None
+    is_row_major = all(w.stride(1) == 1 for w in weights)
+    one_pass = by_row and cols is None and row_width <= WIDEST_ROW and is_row_major and sums is None
     find_amax: list[Launch] = []
     cast: list[CastLaunch] = []
     start = 0
@@ -115,13 +129,17 @@ def _make_plan(
         if one_pass and rows is not None:
             cast.append(rows_cast(w, rows, row_width, pow2, margin, start))
         elif not granularity.rows:
-            cast.append(words_cast(w, rows, cols, widths, pow2, margin, amax, staging, row_offset=start, col_stop=stop))
+            cast.append(
+                words_cast(
+                    w, rows, cols, widths, pow2, margin, amax, staging, row_offset=start, col_stop=stop, sums=sums
+                )
+            )  # fmt: skip
             find_amax.append(amax_launch(w, tensor=True, known=as_bits(amax)))
         else:
             cast.append(
                 tiles_cast(
                     w, rows, cols, granularity, widths, pow2, margin,
-                    cols_at=row_count if by_row and rows is not None else 0, row_offset=start, col_stop=stop,
+                    cols_at=row_count if by_row and rows is not None else 0, row_offset=start, col_stop=stop, sums=sums,
                 )
             )  # fmt: skip
             if by_row:
@@ -129,8 +147,9 @@ def _make_plan(
                     amax_launch(w, rows=rows is not None, cols=cols is not None, row_offset=start, all_rows=row_count)
                 )
         start += w.shape[0]
+    assert len({launch.sum_count for launch in cast}) == 1  # each weight fills its columns of all the partial sums
     count = row_count * (rows is not None) + col_count * (cols is not None) if by_row else 1
-    return _Plan(outputs, places, weights[0].device, find_amax, count, cast)
+    return _Plan(outputs, places, weights[0].device, find_amax, count, cast, total_of(sums, cast[0].sum_count))
 
 
 def _concatenated(
@@ -138,7 +157,7 @@ def _concatenated(
     amax: Tensor | None = None, staging: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     if _triton.runs_on(weights[0]) and all(w.numel() for w in weights):
-        return _concatenated_triton(weights, rows, cols, granularity, pow2, margin, amax, staging)
+        return concatenated_triton(weights, rows, cols, granularity, pow2, margin, amax, staging)
     return cast_ref(
         torch.cat(weights), FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2=pow2, margin=margin,
         amax=amax, staging=staging,
@@ -208,15 +227,12 @@ def quantize_concatenated(
     Raises: ShapeError, DtypeError as ``quantize``, for weights that do not fit together, and where a block would hold
         rows of two weights: blocks along N need every N_i but the last to be a multiple of theirs.
     """
-    _check(weights, granularity, cols)
-    if rows is None and cols is None:
-        raise DtypeError("quantize_concatenated was asked for no orientation; give rows=, cols= or both a Format")
-    _check_delayed(amax, staging, granularity)
+    check_concatenated(weights, rows, cols, granularity, amax, staging)
     names = "" if rows is None else rows.name, "" if cols is None else cols.name
     out: Sequence[Tensor]
     first = weights[0]
     if _triton.runs_on(first) and all(may_go_direct(w) and w.numel() for w in weights):
-        out = _concatenated_triton(weights, *names, granularity.name, pow2, margin, amax, staging)
+        out = concatenated_triton(weights, *names, granularity.name, pow2, margin, amax, staging)
     elif amax is not None and staging is not None:
         four = torch.ops.acceler8.quantize_concatenated_delayed.default(
             list(weights), amax, staging, *names, pow2, margin
@@ -228,6 +244,17 @@ def quantize_concatenated(
     behind = 0 if rows is None else 2
     as_cols = Quantized(out[behind], out[behind + 1], granularity) if cols is not None else None
     return as_rows, as_cols
+
+
+def check_concatenated(
+    weights: Sequence[Tensor], rows: Format | None, cols: Format | None, granularity: Granularity,
+    amax: Tensor | None, staging: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ShapeError or DtypeError for what ``quantize_concatenated`` does not take."""
+    _check(weights, granularity, cols)
+    if rows is None and cols is None:
+        raise DtypeError("quantize_concatenated was asked for no orientation; give rows=, cols= or both a Format")
+    _check_delayed(amax, staging, granularity)
 
 
 def _check(weights: Sequence[Tensor], granularity: Granularity, cols: Format | None) -> None:

@@ -233,17 +233,8 @@ def quantize(
     Source: Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437 (1x128, 128x128);
         OCP MX 1.0.
     """
-    if x.ndim != 2:
-        raise ShapeError(
-            f"quantize got {x.ndim} dimensions {tuple(x.shape)}; allowed: 2; flatten batch dimensions first"
-        )
-    if x.dtype not in _INPUT_DTYPES:
-        raise DtypeError(f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first")
-    if rows is None and cols is None:
-        raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
+    check_cast(x, rows, cols, granularity, amax, staging)
     names = rows.name if rows is not None else "", cols.name if cols is not None else ""
-    if amax is not None or staging is not None:
-        amax, staging = _check_delayed(amax, staging, granularity)
     out: list[Tensor]
     if not statistics and may_go_direct(x) and _triton.runs_on(x) and x.numel():
         known_columns = column_amax if rows is None and granularity is ROWWISE else None
@@ -258,15 +249,26 @@ def quantize(
     return as_rows, as_cols, out[-1] if statistics else None
 
 
-def _check_delayed(
-    amax: Tensor | None, staging: Tensor | None, granularity: Granularity
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def check_cast(
+    x: Tensor, rows: Format | None, cols: Format | None, granularity: Granularity,
+    amax: Tensor | None, staging: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ShapeError or DtypeError for what ``quantize`` does not take."""
+    if x.ndim != 2:
+        raise ShapeError(
+            f"quantize got {x.ndim} dimensions {tuple(x.shape)}; allowed: 2; flatten batch dimensions first"
+        )
+    if x.dtype not in _INPUT_DTYPES:
+        raise DtypeError(f"quantize got {x.dtype}; allowed: bfloat16, float16, float32; cast the tensor first")
+    if rows is None and cols is None:
+        raise DtypeError("quantize was asked for no orientation; give rows=, cols= or both a Format")
+    if amax is None and staging is None:
+        return
     if granularity is not TENSORWISE:
         raise ShapeError(f"quantize got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
     if amax is None or staging is None:
         got, missing = ("staging", "amax") if amax is None else ("amax", "staging")
         raise ShapeError(f"quantize got {got} but no {missing}; allowed: both (delayed scaling) or neither")
-    return amax, staging
 
 
 def _quantize_delayed(
