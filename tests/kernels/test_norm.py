@@ -6,6 +6,7 @@ The same tests run on the reference (CPU), on a GPU's kernels, and, started by `
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -160,6 +161,132 @@ def test_y_is_the_plain_modules(kind, cast, offset, dtype, device):
                 160 * U * b.double().abs() if kind == "layer" else 0
             )  # b cancels
             assert ((got.double() - want.double()).abs() <= allowed).all()
+
+
+RESIDUALS = [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
+
+
+@on_each_device
+@kinds
+@pytest.mark.parametrize(("dtype", "other"), [*RESIDUALS, (torch.float16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("granularity", [TENSORWISE, ROWWISE, MX_1x32, BLOCK_128x128], ids=str)
+def test_a_residual_is_added_as_pytorch_adds(kind, dtype, other, granularity, device):
+    """h has the bits of ``x + residual``; all else is what the norm makes of h."""
+    for i, (m, d) in enumerate(SHAPES[:3] if INTERPRETED else SHAPES):
+        x, w, b, _ = on(device, *tensors(m, d, dtype, i))
+        residual = tensors(m, d, other, 100 + i)[3].to(device)
+        weight = w.float() if i % 2 else w
+        cast_first = i % 3 == 0 and kind == "rms"
+        options = {
+            "kind": kind, "cast_before_weight": cast_first, "rows": E4M3, "granularity": granularity,
+            "pow2": i % 2 == 0, "column_amax": i % 2 == 1,
+        }  # fmt: skip
+        got = norm_forward(x, weight, b, 1e-5, residual=residual, **options)
+        h = x + residual
+        assert got.h.dtype == h.dtype == torch.promote_types(dtype, other)
+        assert torch.equal(got.h, h)
+        assert got.h.is_contiguous()
+        want = norm_forward(h, weight, b, 1e-5, **options)
+        assert want.h is None
+        for mine, its in zip((got.y, *got[2:6]), (want.y, *want[2:6]), strict=True):
+            assert (mine is None) == (its is None)
+            assert its is None or torch.equal(mine, its), (m, d)
+        assert_same(got.rows, want.rows.codes.cpu(), want.rows.scale_inv.cpu(), (m, d))
+
+
+@on_each_device
+@kinds
+@pytest.mark.parametrize(("dtype", "other"), RESIDUALS, ids=str)
+def test_the_gradient_of_h_is_added_before_dx_is_rounded(kind, dtype, other, device):
+    """Against float64: what the norm's own dx is off by (``test_forward_and_backward_against_float64``, twice its
+    bound), an addition, and one rounding. dweight and dbias do not see it.
+    """
+    for i, (m, d) in enumerate(SHAPES[:3] if INTERPRETED else SHAPES):
+        x, w, _, dy = tensors(m, d, dtype, i)
+        dh = tensors(m, d, other, 50 + i)[3]
+        xd, wd, dyd, dhd = on(device, x, w, dy, dh)
+        made = norm_forward(xd, wd, None, 1e-5, kind=kind)
+        dx, dw, db = norm_backward(dyd, xd, wd, made.inverse_std, made.mean, dh=dhd)
+        _, dw_alone, db_alone = norm_backward(dyd, xd, wd, made.inverse_std, made.mean)
+        for got, alone, size in ((dw, dw_alone, dy.abs().float() * 8), (db, db_alone, dy.abs().float())):
+            assert ((got - alone).abs().cpu() <= 2 * (m + 2) * U * size.sum(0) * 2).all()
+        wide = x.double(), w.double()
+        _, inv, mean = norm_ref(*wide, None, 1e-5, kind=kind)
+        exact, _, _ = norm_backward_ref(dy.double(), *wide, inv, mean, dh=dh.double())
+        n = (wide[0] - (0 if mean is None else mean[:, None])) * inv[:, None]
+        g = (dy.double() * wide[1]).abs()
+        terms = g + g.mean(1, keepdim=True) + n.abs() * (g * n.abs()).mean(1, keepdim=True)
+        shift = 66 * U * inv[:, None] * wide[0].abs().mean(1, keepdim=True)
+        bound = terms * inv[:, None] * (320 * U + 4 * shift * (1 + n.abs())) + U * exact.abs() + U * dh.double().abs()
+        assert dx.dtype == dtype
+        close(dx, exact, bound, (m, d))
+        plain_dx, _, _ = norm_backward_ref(dy.double(), *wide, inv, mean)
+        assert (exact - plain_dx - dh.double()).abs().max() < 1e-6 * dh.abs().max()  # and the reference adds it
+
+
+@on_each_device
+def test_residuals_and_their_gradients_in_any_layout(device):
+    x, w, _, dy = tensors(7, 48, torch.bfloat16, 1)
+    r = tensors(7, 48, torch.bfloat16, 2)[0]
+    xd, wd, dyd, rd = on(device, x, w, dy, r)
+    want = norm_forward(xd, wd, None, 1e-5, residual=rd, rows=E4M3)
+    want_dx = norm_backward(dyd, want.h, wd, want.inverse_std, None, bias_grad=False, dh=rd)[0]
+    apart = torch.stack([rd, rd], 1)[:, 0]
+    for odd in (rd.t().contiguous().t(), apart, torch.stack([rd, rd], 2)[:, :, 0]):
+        got = norm_forward(xd, wd, None, 1e-5, residual=odd, rows=E4M3)
+        assert torch.equal(got.h, want.h)
+        assert torch.equal(got.y, want.y)
+        assert torch.equal(
+            norm_backward(dyd, got.h, wd, got.inverse_std, None, bias_grad=False, dh=odd)[0], want_dx
+        )  # fmt: skip
+    one = rd[:1].expand(7, 48)
+    assert torch.equal(norm_forward(xd, wd, None, 1e-5, residual=one).h, xd + one)
+    dx = norm_backward(dyd, want.h, wd, want.inverse_std, None, dh=one)[0]
+    assert torch.equal(dx, norm_backward(dyd, want.h, wd, want.inverse_std, None, dh=one.contiguous())[0])
+
+
+@on_each_device
+def test_a_residual_that_is_bad_stays_in_its_row(device):
+    x, w, _, _ = on(device, *tensors(7, 100, torch.bfloat16, 3))
+    residual = torch.ones_like(x)
+    clean = norm_forward(x, w, None, 1e-5, residual=residual, rows=E4M3)
+    residual[2, 5] = math.nan
+    made = norm_forward(x, w, None, 1e-5, residual=residual, rows=E4M3)
+    good = [0, 1, 3, 4, 5, 6]
+    assert torch.equal(made.h[good], clean.h[good])
+    assert torch.equal(made.y[good], clean.y[good])
+    assert made.h[2].isnan().nonzero().tolist() == [[5]]
+    assert made.y[2].isnan().all()
+
+
+@on_each_device
+def test_a_residual_with_delayed_scaling_and_with_nothing_to_norm(device):
+    x, w, _, r = on(device, *tensors(7, 96, torch.bfloat16, 3))
+    for known in (0.0, 3.0):
+        outs = []
+        for residual in (None, r):
+            amax, staging = torch.tensor([known], device=device), torch.zeros(1, device=device)
+            outs.append(
+                norm_forward(
+                    x + r if residual is None else x, w, None, 1e-5, residual=residual, rows=E4M3,
+                    granularity=TENSORWISE, amax=amax, staging=staging,
+                )
+            )  # fmt: skip
+            assert staging.item() == outs[-1].y.abs().max().item()
+        assert_same(outs[1].rows, outs[0].rows.codes.cpu(), outs[0].rows.scale_inv.cpu(), known)
+    made = norm_forward(x[:0], w, None, 1e-5, residual=r[:0].float(), rows=E4M3)
+    assert (made.h.shape, made.h.dtype, made.y.dtype) == ((0, 96), torch.float32, torch.float32)
+    assert norm_backward(x[:0], x[:0], w, made.inverse_std, None, dh=r[:0])[0].shape == (0, 96)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="wide rows take a minute there")
+@on_each_device
+def test_a_residual_of_wide_rows_runs_by_parts(device):
+    x, w, _, r = on(device, *tensors(3, 16400, torch.bfloat16, 1))
+    made = norm_forward(x, w, None, 1e-5, residual=r, rows=E4M3, granularity=TENSORWISE, column_amax=True)
+    assert torch.equal(made.h, x + r)
+    assert torch.equal(made.y, norm_forward(x + r, w, None, 1e-5).y)
+    assert_same(made.rows, *quantize_ref(made.y.cpu(), E4M3, TENSORWISE)[:2], "wide")
 
 
 @on_each_device
@@ -342,6 +469,10 @@ def test_what_is_refused():
         norm_forward(x, w, None, 1e-5, rows=E4M3, amax=w[:1], staging=w[:1])
     with pytest.raises(ShapeError, match="of one shape"):
         norm_backward(x[:2], x, w, x[:, 0], None)
+    with pytest.raises(ShapeError, match=r"residual \(2, 16\) torch.float32, x \(4, 16\); allowed: .* of one shape"):
+        norm_forward(x, w, None, 1e-5, residual=x[:2])
+    with pytest.raises(ShapeError, match=r"got dh \(4, 16\) torch.float64"):
+        norm_backward(x, x, w, x[:, 0], None, dh=x.double())
 
 
 @on_each_device
@@ -356,16 +487,17 @@ def test_opcheck(device):
             ("", "rowwise", False),
             ("E5M2", "tensorwise", False),
         ):
-            args = (x, w, b, *options, rows, granularity, False, 0, column)
-            torch.library.opcheck(torch.ops.acceler8.norm.default, args, test_utils=utils)
+            for residual in (None, dy, dy.float()):
+                args = (x, residual, w, b, *options, rows, granularity, False, 0, column)
+                torch.library.opcheck(torch.ops.acceler8.norm.default, args, test_utils=utils)
         one = torch.ones(1, device=device)
-        args = (x, w, None, one, one.clone(), *options, "E4M3", "tensorwise", False, 0, True)
+        args = (x, dy, w, None, one, one.clone(), *options, "E4M3", "tensorwise", False, 0, True)
         torch.library.opcheck(
             torch.ops.acceler8.norm_delayed.default, args, test_utils=utils[1:]
         )  # staging is not declared
         made = norm_forward(x, w, b, 1e-5, kind="layer")
         for asked in ((True, True), (True, False), (False, False)):
-            args = (dy, x, w, made.inverse_std, made.mean, 0.0, False, *asked)
+            args = (dy, x if asked[1] else None, x, w, made.inverse_std, made.mean, 0.0, False, *asked)
             torch.library.opcheck(torch.ops.acceler8.norm_backward.default, args, test_utils=utils)
 
 
@@ -461,17 +593,19 @@ def test_sums_have_one_order_whatever_is_asked(kind, dtype):
     from triton.compiler import ASTSource
 
     pointers = {
-        "x": dtype, "weight": dtype, "bias": dtype, "known": "i32", "staging": "i32", "found": "i32", "column": "i32",
-        "y": dtype, "inverse_std": "fp32", "mean": "fp32", "codes": "u8", "scale_inv": "fp32",
+        "x": dtype, "residual": dtype, "weight": dtype, "bias": dtype, "known": "i32", "staging": "i32", "found": "i32",
+        "column": "i32", "h": dtype, "y": dtype, "inverse_std": "fp32", "mean": "fp32", "codes": "u8",
+        "scale_inv": "fp32",
     }  # fmt: skip
     signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()}
-    signature |= dict.fromkeys(("row_count", "col_count", "row_stride", "width", "steps"), "i32")
+    signature |= dict.fromkeys(("row_count", "col_count", "row_stride", "residual_stride", "width", "steps"), "i32")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature) - 1)}
     layouts = set()
-    for rows, granularity, column_amax, delayed in ASKED:
+    for (rows, granularity, column_amax, delayed), residual in itertools.product(ASKED, (False, True)):
         is_tensor = rows is not None and granularity is TENSORWISE
         options = {
-            "EPS": 1e-5, "LAYER": kind == "layer", "WEIGHT": True, "BIAS": True, "OFFSET": 0.0, "CAST_FIRST": False,
+            "RESIDUAL": residual, "EPS": 1e-5, "LAYER": kind == "layer", "WEIGHT": True, "BIAS": True, "OFFSET": 0.0,
+            "CAST_FIRST": False,
             "CODES": rows is not None and (delayed or not is_tensor), "TENSOR": is_tensor, "DELAYED": delayed,
             "COLUMN": column_amax, "E5M2": False, "FMT_MAX": 448.0, "POW2": False, "MARGIN": 1.0,
             "GROUP": granularity.cols, "HARDWARE": True, "ROWS": 2, "COLS": 2048,

@@ -77,17 +77,19 @@ def _spread(scale, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def norm_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, known_ptr, staging_ptr, found_ptr, column_ptr,
-    y_ptr, inverse_std_ptr, mean_ptr, codes_ptr, scale_inv_ptr,
-    row_count, col_count, row_stride, width, steps,
-    EPS: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OFFSET: tl.constexpr,
-    CAST_FIRST: tl.constexpr, CODES: tl.constexpr, TENSOR: tl.constexpr, DELAYED: tl.constexpr, COLUMN: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, known_ptr, staging_ptr, found_ptr, column_ptr,
+    h_ptr, y_ptr, inverse_std_ptr, mean_ptr, codes_ptr, scale_inv_ptr,
+    row_count, col_count, row_stride, residual_stride, width, steps,
+    RESIDUAL: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
+    CODES: tl.constexpr, TENSOR: tl.constexpr, DELAYED: tl.constexpr, COLUMN: tl.constexpr,
     E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP: tl.constexpr,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in a program, ``steps`` blocks of them; maxima of columns stay in its registers until its end.
 
-    y does not depend on which codes are asked for, to the bit.
+    y does not depend on which codes are asked for, to the bit. RESIDUAL: what is normalised is h = x + residual, as it
+    is stored.
     TENSOR: ``found`` gets the amax of y. CODES of a tensor that has one scale are made here only if DELAYED; else, and
     where the amax of earlier steps is no good, ``cast_rows_kernel`` makes them.
     """
@@ -109,6 +111,10 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
         is_row = (rows < row_count)[:, None]
         inside = is_row & in_row
         x = as_fp32(tl.load(x_ptr + rows[:, None] * row_stride + cols[None, :], mask=inside, other=0.0))
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0)
+            narrow, x = _stored(x + as_fp32(residual), h_ptr)
+            tl.store(h_ptr + rows[:, None] * col_count + cols[None, :], narrow, mask=inside)
         if LAYER:
             mean = _mean(x, col_count)
             x = tl.where(inside, x - mean, 0.0)
@@ -118,7 +124,7 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(inverse_std_ptr + rows[:, None], inverse_std, mask=is_row)
         y = x * inverse_std
         if CAST_FIRST:
-            y = _stored(y, x_ptr)[1]
+            y = _stored(y, h_ptr if RESIDUAL else x_ptr)[1]
         if WEIGHT:
             y = y * _factor(weight, OFFSET)
         if BIAS:
@@ -183,12 +189,14 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def norm_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, x_ptr, weight_ptr, inverse_std_ptr, mean_ptr, dx_ptr, partial_ptr,
-    row_count, col_count, dy_stride, x_stride, steps,
-    LAYER: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
+    dy_ptr, dh_ptr, x_ptr, weight_ptr, inverse_std_ptr, mean_ptr, dx_ptr, partial_ptr,
+    row_count, col_count, dy_stride, dh_stride, x_stride, steps,
+    DH: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient dx of ``steps`` blocks of rows; sums for dweight and dbias: ``partial`` [programs, 1 or 2, D]."""
+    """Gradient dx of ``steps`` blocks of rows; sums for dweight and dbias: ``partial`` [programs, 1 or 2, D]. DH: x has
+    readers beside the norm, whose gradient dh is added.
+    """
     cols = tl.arange(0, COLS)
     row_count, col_count = hidden(row_count, ROWS), hidden(col_count, COLS)
     in_row = (cols < col_count)[None, :]
@@ -219,6 +227,8 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
         if LAYER:
             dy = dy - _mean(dy, col_count)
         dx = (dy - normal * along) * inverse_std
+        if DH:
+            dx += as_fp32(tl.load(dh_ptr + rows[:, None] * dh_stride + cols[None, :], mask=inside, other=0.0))
         tl.store(dx_ptr + rows[:, None] * col_count + cols[None, :], _stored(dx, dx_ptr)[0], mask=inside)
     if DWEIGHT or DBIAS:
         PARTS: tl.constexpr = 2 if DWEIGHT and DBIAS else 1

@@ -44,7 +44,9 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a forward gives; None for what was not asked. ``amax`` int32 bits [1] of tensorwise current scaling."""
+    """What a forward gives; None for what was not asked. ``amax`` int32 bits [1] of tensorwise current scaling, ``h``
+    the sum of x and a residual.
+    """
 
     y: Tensor
     inverse_std: Tensor
@@ -53,6 +55,7 @@ class Outputs(NamedTuple):
     scale_inv: Tensor | None
     column_amax: Tensor | None
     amax: Tensor | None
+    h: Tensor | None = None
 
 
 class _Grid(NamedTuple):
@@ -105,6 +108,20 @@ def _grid(row_count: int, width: int, device: torch.device, stays: bool) -> _Gri
     return _Grid(programs, -(-blocks // programs), rows, cols, warps)
 
 
+def with_dense_rows(t: Tensor) -> Tensor:
+    """``t`` [M, D] or a copy whose rows lie without gaps; they may lie anywhere."""
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def normed_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """The dtype of what is normalised: of ``x``, or that of ``x + residual``."""
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def _layout_of(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.dtype, t.stride(), alignment(t))
+
+
 def _key_of(t: Tensor | None) -> tuple[Any, ...] | None:
     return None if t is None else (t.dtype, alignment(t))
 
@@ -117,23 +134,26 @@ def norm_triton(
     amax: Tensor | None = None,
     staging: Tensor | None = None,
     shares_memory: bool = True,
+    residual: Tensor | None = None,
 ) -> Outputs:
     """Launch the kernels on ``x`` [M, D], which is not empty, of at most ``WIDEST_ROW`` columns with filler, on a
-    device that runs Triton.
+    device that runs Triton; ``residual`` [M, D] is added first.
 
     ``shares_memory`` False gives every result its own memory, as an operation's must have. Deterministic.
     """
     device = x.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return norm_triton(x, weight, bias, options, amax, staging, shares_memory)
-    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+            return norm_triton(x, weight, bias, options, amax, staging, shares_memory, residual)
+    x = with_dense_rows(x)
+    residual = None if residual is None else with_dense_rows(residual)
     weight, bias = (t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias))
     delayed = None if amax is None or staging is None else (alignment(amax), alignment(staging))
     key = (
         x.shape, x.stride(), x.dtype, device, alignment(x), _key_of(weight), _key_of(bias), delayed, options,
+        _layout_of(residual),
     )  # fmt: skip
-    plan = _plans.get(key, lambda: _make_plan(x, weight, bias, options, amax, staging))
+    plan = _plans.get(key, lambda: _make_plan(x, residual, weight, bias, options, amax, staging))
     rows, cols = x.shape
     on = plan.device
     y = torch.empty((rows, cols), dtype=options.dtype, device=on)
@@ -159,16 +179,19 @@ def norm_triton(
         at_found = address(found)
     known = at_x if amax is None else address(amax.view(torch.int32))
     staged = at_x if staging is None else address(staging.view(torch.int32))
-    at_y = address(y)
+    at_y, h, at_residual, at_h = address(y), None, at_x, at_x
+    if residual is not None:
+        h = torch.empty((rows, cols), dtype=normed_dtype(x, residual), device=on)
+        at_residual, at_h = address(residual), address(h)
     plan.norm(
-        stream, at_x, at_x if weight is None else address(weight), at_x if bias is None else address(bias),
-        known, staged, at_found, at_column, at_y, address(inverse_std), at_x if mean is None else address(mean),
+        stream, at_x, at_residual, at_x if weight is None else address(weight), at_x if bias is None else address(bias),
+        known, staged, at_found, at_column, at_h, at_y, address(inverse_std), at_x if mean is None else address(mean),
         at_codes, at_scales,
     )  # fmt: skip
     if plan.cast is not None:
         plan.cast(stream, at_y, known, at_found, at_codes, at_scales)
     del kept
-    return Outputs(y, inverse_std, mean, codes, scale_inv, column, found)
+    return Outputs(y, inverse_std, mean, codes, scale_inv, column, found, h)
 
 
 def _own_zeros(count: int, like: Tensor, device: int, stream: int) -> Tensor:
@@ -177,6 +200,7 @@ def _own_zeros(count: int, like: Tensor, device: int, stream: int) -> Tensor:
 
 def _make_plan(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     options: Options,
@@ -193,19 +217,20 @@ def _make_plan(
     hardware = _triton.has_fp8_conversion(x.device)
     grid = _grid(row_count, width, x.device, options.column_amax or is_tensor)
     pointers: Sequence[Tensor | torch.dtype] = (
-        x, torch.float32 if weight is None else weight, torch.float32 if bias is None else bias,
+        x, torch.float32 if residual is None else residual, torch.float32 if weight is None else weight,
+        torch.float32 if bias is None else bias,
         torch.int32 if known is None else known, torch.int32 if staged is None else staged, torch.int32, torch.int32,
-        options.dtype, torch.float32, torch.float32, torch.uint8, torch.float32,
+        normed_dtype(x, residual), options.dtype, torch.float32, torch.float32, torch.uint8, torch.float32,
     )  # fmt: skip
     norm = Launch(
         norm_forward_kernel,
         grid.programs,
         pointers,
         (
-            row_count, col_count, x.stride(0), width, grid.steps,
-            options.eps, options.is_layer, weight is not None, bias is not None, options.weight_offset,
-            options.cast_before_weight and x.dtype is not torch.float32, bool(options.rows) and
-            (is_delayed or not is_tensor), is_tensor, is_delayed, options.column_amax,
+            row_count, col_count, x.stride(0), 0 if residual is None else residual.stride(0), width, grid.steps,
+            residual is not None, options.eps, options.is_layer, weight is not None, bias is not None,
+            options.weight_offset, options.cast_before_weight and normed_dtype(x, residual) is not torch.float32,
+            bool(options.rows) and (is_delayed or not is_tensor), is_tensor, is_delayed, options.column_amax,
             fmt is E5M2, fmt.max, options.pow2, 2.0**-options.margin, granularity.cols, hardware, grid.rows, grid.cols,
         ),
         grid.warps,
@@ -237,27 +262,29 @@ def norm_backward_triton(
     cast_before_weight: bool,
     weight_grad: bool,
     bias_grad: bool,
+    dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(dx, dweight, dbias)``; ``x`` as in ``norm_triton``. Deterministic: sums follow the shape and the number of the
-    device's processors.
+    """``(dx, dweight, dbias)``, ``dh`` being added to dx; ``x`` as in ``norm_triton``. Deterministic: sums follow the
+    shape and the number of the device's processors.
     """
     device = x.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return norm_backward_triton(
-                dy, x, weight, inverse_std, mean, weight_offset, cast_before_weight, weight_grad, bias_grad
+                dy, x, weight, inverse_std, mean, weight_offset, cast_before_weight, weight_grad, bias_grad, dh
             )
-    x, dy = (t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous() for t in (x, dy))
+    x, dy = with_dense_rows(x), with_dense_rows(dy)
+    dh = None if dh is None else with_dense_rows(dh)
     weight = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     key = (
         x.shape, x.stride(), x.dtype, device, alignment(x), dy.stride(), dy.dtype, alignment(dy), _key_of(weight),
         None if mean is None else alignment(mean), alignment(inverse_std), weight_offset,
-        cast_before_weight, weight_grad, bias_grad,
+        cast_before_weight, weight_grad, bias_grad, _layout_of(dh),
     )  # fmt: skip
     plan = _backward_plans.get(
         key,
         lambda: _make_backward_plan(
-            dy, x, weight, inverse_std, mean, weight_offset, cast_before_weight, weight_grad, bias_grad
+            dy, dh, x, weight, inverse_std, mean, weight_offset, cast_before_weight, weight_grad, bias_grad
         ),
     )
     rows, cols = x.shape
@@ -266,8 +293,8 @@ def norm_backward_triton(
     partial = torch.empty(plan.partial, dtype=torch.float32, device=plan.device) if plan.total is not None else None
     at_partial = at_x if partial is None else address(partial)
     plan.dx(
-        stream, address(dy), at_x, at_x if weight is None else address(weight), address(inverse_std),
-        at_x if mean is None else address(mean), address(dx), at_partial,
+        stream, address(dy), at_x if dh is None else address(dh), at_x, at_x if weight is None else address(weight),
+        address(inverse_std), at_x if mean is None else address(mean), address(dx), at_partial,
     )  # fmt: skip
     dweight = torch.empty(cols, dtype=torch.float32, device=plan.device) if weight_grad else None
     dbias = torch.empty(cols, dtype=torch.float32, device=plan.device) if bias_grad else None
@@ -279,6 +306,7 @@ def norm_backward_triton(
 
 def _make_backward_plan(
     dy: Tensor,
+    dh: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     inverse_std: Tensor,
@@ -295,12 +323,12 @@ def _make_backward_plan(
         norm_backward_kernel,
         grid.programs,
         (
-            dy, x, torch.float32 if weight is None else weight, inverse_std, torch.float32 if mean is None else mean,
-            x.dtype, torch.float32,
+            dy, torch.float32 if dh is None else dh, x, torch.float32 if weight is None else weight, inverse_std,
+            torch.float32 if mean is None else mean, x.dtype, torch.float32,
         ),
         (
-            row_count, col_count, dy.stride(0), x.stride(0), grid.steps,
-            mean is not None, weight is not None, weight_offset,
+            row_count, col_count, dy.stride(0), 0 if dh is None else dh.stride(0), x.stride(0), grid.steps,
+            dh is not None, mean is not None, weight is not None, weight_offset,
             cast_before_weight and x.dtype is not torch.float32, weight_grad, bias_grad, grid.rows, grid.cols,
         ),
         grid.warps,
