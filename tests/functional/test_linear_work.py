@@ -11,7 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acceler8 import recipes
+from acceler8.formats import E4M3, E5M2
 from acceler8.functional import linear
+from acceler8.recipes import Gemm, Operand
+from acceler8.scaling import ROWWISE
 from tests.functional.support import NAMES, Data, float64, make_data, plain, run, slots_for
 
 BOTH_SCALES = ("rowwise", "blockwise", "mxfp8")  # scales that a row's neighbours do not move
@@ -176,6 +179,31 @@ def test_the_bias_gradient_comes_with_the_cast_of_dy(name, requires_grad, device
     assert (beside, apart) == (int(casts_dy), int(not casts_dy))
     want = data.dy.double().sum(0)
     assert ((got.double() - want).abs() <= 40 * 2.0**-24 * data.dy.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize(
+    ("dgrad", "wgrad", "casts"),
+    [(E4M3, None, 1), (None, E4M3, 1), (E4M3, E4M3, 1), (E5M2, E4M3, 2)],
+    ids=["dgrad", "wgrad", "one for both", "unlike"],
+)
+def test_sums_come_with_a_cast_of_rows_that_gemms_in_high_precision_read(dgrad, wgrad, casts, device):
+    """The first of the casts of dy sums; each GEMM reads the codes that it would without a bias."""
+    data = make_data(40, 64, 48, device=device)
+    of = [
+        Gemm(a=Operand() if f is None else Operand(format=f, granularity=ROWWISE), b=Operand()) for f in (dgrad, wgrad)
+    ]
+    recipe = recipes.get("rowwise").with_gemms(fprop=False, dgrad=False, wgrad=False).replace(dgrad=of[0], wgrad=of[1])
+    beside, apart, got = sums_of_dy(recipe, "x w bias", data)
+    assert (beside, apart) == (1, 0)
+    assert ((got.double() - data.dy.double().sum(0)).abs() <= 40 * 2.0**-24 * data.dy.abs().sum(0)).all()
+    x, w, bias = data.leaves()
+    with Work() as work:
+        linear(x, w, bias, recipe=recipe).backward(data.dy)
+    assert work.count["cast"] == casts
+    alone_x, alone_w, _ = data.leaves()
+    linear(alone_x, alone_w, recipe=recipe).backward(data.dy)
+    for mine, its in ((x, alone_x), (w, alone_w)):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("bias", [True, False])
