@@ -292,25 +292,59 @@ def _norm_op(codes: bool) -> Op:
     return Op(name="norm forward rowwise codes" if codes else "norm forward", make=make, check=check)
 
 
-def _norm_backward_op() -> Op:
-    def inputs(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, dy, w = _normal(rows, cols, device), _normal(rows, cols, device, 2), _normal(1, cols, device, 1)[0]
-        return dy, x, w, norm_forward(x, w, None, 1e-5).inverse_std
+def _add_norm_op() -> Op:
+    """A residual, a norm and its codes: reads two tensors, writes the sum, y and codes."""
+
+    def inputs(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        return _normal(rows, cols, device), _normal(rows, cols, device, 2), _normal(1, cols, device, 1)[0]
 
     def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
-        dy, x, w, inverse_std = inputs(*shape, device)
-        return lambda: norm_backward(dy, x, w, inverse_std, None, bias_grad=False), x.numel() * 6
+        x, residual, w = inputs(*shape, device)
+        return (
+            lambda: norm_forward(x, w, None, 1e-5, residual=residual, rows=E4M3, granularity=ROWWISE),
+            x.numel() * 9,
+        )
 
     def check(device: torch.device) -> str:
-        dy, x, w, inverse_std = inputs(*CHECKED_SHAPE, device)
-        dx, dw, _ = norm_backward(dy, x, w, inverse_std, None, bias_grad=False)
-        exact, exact_dw, _ = norm_backward_ref(
-            dy.double(), x.double(), w.double(), inverse_std.double(), None, bias_grad=False
+        x, residual, w = inputs(*CHECKED_SHAPE, device)
+        made = norm_forward(x, w, None, 1e-5, residual=residual, rows=E4M3, granularity=ROWWISE)
+        assert made.h is not None
+        exact, _, _ = norm_ref(made.h.double(), w.double(), None, 1e-5, kind="rms")
+        return _first(
+            "" if torch.equal(made.h, x + residual) else "the sum differs from PyTorch's",
+            _far("y", made.y, exact),
+            _differs("rows", made.rows, made.y, ROWWISE),
         )
+
+    return Op(name="norm forward with residual rowwise codes", make=make, check=check)
+
+
+def _norm_backward_op(residual: bool) -> Op:
+    """With a residual the gradient of the sum is read too, and added."""
+
+    def inputs(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        x, dy, w = _normal(rows, cols, device), _normal(rows, cols, device, 2), _normal(1, cols, device, 1)[0]
+        dh = _normal(rows, cols, device, 3) if residual else None
+        return dy, x, w, norm_forward(x, w, None, 1e-5).inverse_std, dh
+
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        dy, x, w, inverse_std, dh = inputs(*shape, device)
+        return (
+            lambda: norm_backward(dy, x, w, inverse_std, None, bias_grad=False, dh=dh),
+            x.numel() * (8 if residual else 6),
+        )
+
+    def check(device: torch.device) -> str:
+        dy, x, w, inverse_std, dh = inputs(*CHECKED_SHAPE, device)
+        dx, dw, _ = norm_backward(dy, x, w, inverse_std, None, bias_grad=False, dh=dh)
+        exact, exact_dw, _ = norm_backward_ref(
+            dy.double(), x.double(), w.double(), inverse_std.double(), None, bias_grad=False,
+            dh=None if dh is None else dh.double(),
+        )  # fmt: skip
         assert exact_dw is not None
         return _first(_far("dx", dx, exact), _far("dw", dw, exact_dw, 1e-3))
 
-    return Op(name="norm backward", make=make, check=check)
+    return Op(name=f"norm backward{' with residual' if residual else ''}", make=make, check=check)
 
 
 def all_ops() -> list[Op]:
@@ -328,7 +362,9 @@ def all_ops() -> list[Op]:
         *(_gated_backward_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),
         _norm_op(codes=False),
         _norm_op(codes=True),
-        _norm_backward_op(),
+        _add_norm_op(),
+        _norm_backward_op(residual=False),
+        _norm_backward_op(residual=True),
     ]
 
 

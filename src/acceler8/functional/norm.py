@@ -4,7 +4,10 @@ y is what the plain module gives, and every reader may take it; the codes are th
 follow. The codes carry no gradient: a layer that multiplies them returns the gradient of y, the straight-through
 estimate, as if it had cast y itself.
 
-Backward saves x and a number or two a row. It is written for first derivatives; asking for a second one raises.
+``add_norm`` adds a residual on the way; conversion never uses it, since other people's models add theirs themselves.
+
+Backward saves x (or the sum) and a number or two a row. It is written for first derivatives; asking for a second one
+raises.
 """
 
 from __future__ import annotations
@@ -87,56 +90,71 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         amax: Tensor | None,
         staging: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor | None, ...]:
-        flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        flat, other = _flat(x), None if residual is None else _flat(residual)
         eps, kind, weight_offset, cast_before_weight, dtype, rows, granularity, pow2, margin, column_amax, _ = call
         made = norm_forward(
             flat, weight, bias, eps, kind=kind, weight_offset=weight_offset, cast_before_weight=cast_before_weight,
             dtype=dtype, rows=rows, granularity=granularity, pow2=pow2, margin=margin, column_amax=column_amax,
-            amax=amax, staging=staging,
+            amax=amax, staging=staging, residual=other,
         )  # fmt: skip
+        # as F.linear does: not views to autograd, so that they may be changed in place
+        y, h = made.y, made.h
+        if x.ndim != 2:
+            y = torch.ops.aten._unsafe_view.default(y, x.shape)
+            h = None if h is None else torch.ops.aten._unsafe_view.default(h, x.shape)
+        kept = x if h is None else h
         ctx.set_materialize_grads(False)  # codes get no gradient, nor zeros in its place
-        small = compress(flat) if call.compressed else None
+        small = compress(_flat(kept)) if call.compressed else None
         x_codes, x_inv = (None, None) if small is None else (small.codes, small.scale_inv)
-        ctx.save_for_backward(x if small is None else None, x_codes, x_inv, weight, made.inverse_std, made.mean)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.save_for_backward(kept if small is None else None, x_codes, x_inv, weight, made.inverse_std, made.mean)
+        ctx.shape, ctx.kept_dtype = x.shape, kept.dtype
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        # as F.linear does: not a view to autograd, so that it may be changed in place
-        y = made.y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(made.y, x.shape)
         codes, scale_inv = (None, None) if made.rows is None else (made.rows.codes, made.rows.scale_inv)
         beside = codes, scale_inv, made.column_amax, x_codes, x_inv
-        ctx.mark_non_differentiable(*(t for t in beside if t is not None))
-        return y, *beside
+        no_gradient = beside if any(ctx.needs_input_grad[:2]) else (*beside, h)
+        ctx.mark_non_differentiable(*(t for t in no_gradient if t is not None))
+        return y, h, *beside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy = grads[0]
-        if dy is None:
-            return None, None, None, None, None, None
+        dy, dh = grads[:2]
+        if dy is None and dh is None:
+            return (None,) * 7
         x, x_codes, x_inv, weight, inverse_std, mean = ctx.saved_tensors
         call: _Call = ctx.call
+        of_x, of_residual, of_weight, of_bias = ctx.needs_input_grad[:4]
         with torch.no_grad():
-            shape = ctx.x_shape
-            if x is None:
-                x = expand(x_codes, x_inv, shape[-1], ctx.x_dtype)
-            x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, shape[-1])
-            dx: Tensor | None
-            dx, dweight, dbias = norm_backward(
-                dy, x, weight, inverse_std, mean, weight_offset=call.weight_offset,
-                cast_before_weight=call.cast_before_weight,
-                weight_grad=ctx.needs_input_grad[1], bias_grad=ctx.needs_input_grad[2],
-            )  # fmt: skip
-            dx = dx.view(shape) if ctx.needs_input_grad[0] else None
+            shape, d, dweight, dbias = ctx.shape, dh, None, None
+            if dy is not None:
+                if x is None:
+                    x = expand(x_codes, x_inv, shape[-1], ctx.kept_dtype)
+                d, dweight, dbias = norm_backward(
+                    _flat(dy), _flat(x), weight, inverse_std, mean, weight_offset=call.weight_offset,
+                    cast_before_weight=call.cast_before_weight, weight_grad=of_weight, bias_grad=of_bias,
+                    dh=None if dh is None else _flat(dh),
+                )  # fmt: skip
+                d = d.view(shape)
+            assert d is not None
+            dx, dresidual = (
+                d.to(t) if wants else None for t, wants in zip(ctx.dtypes, (of_x, of_residual), strict=True)
+            )
             if dweight is not None:
                 dweight = dweight.to(weight.dtype)
             if dbias is not None:
                 dbias = dbias.to(ctx.bias_dtype)
-        return *once_only(dx, dweight, dbias), None, None, None
+        return *once_only(dx, dresidual, dweight, dbias), None, None, None
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
 
 
 def runs_in_fp32(kind: Kind, device: str, autocasts: bool) -> bool:
@@ -177,12 +195,28 @@ def norm(
     Gradients come in the dtypes of their tensors; weight and bias sum in FP32.
     Raises: ShapeError, DtypeError; DoubleBackwardError if a second derivative is asked for.
     """
+    y, _, codes = norm_and_sum(
+        x, None, weight, bias, eps, kind, weight_offset, cast_before_weight, recipe, slot, records, column_amax,
+        autocasts, compressed,
+    )  # fmt: skip
+    return y, codes
+
+
+def norm_and_sum(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: Kind,
+    weight_offset: float, cast_before_weight: bool, recipe: Recipe | None, slot: AmaxSlot | None, records: bool,
+    column_amax: bool, autocasts: bool | None, compressed: bool,
+) -> tuple[Tensor, Tensor | None, InputCodes | None]:  # fmt: skip
+    """``(y, h, codes)``: what ``norm`` and ``add_norm`` give; ``h`` None without a residual."""
     if x.ndim == 0:
         raise ShapeError("norm got a number; allowed: x [..., D]")
+    if residual is not None and residual.shape != x.shape:
+        raise ShapeError(f"add_norm got x {tuple(x.shape)}, residual {tuple(residual.shape)}; allowed: one shape")
     if autocasts is None:
         autocasts = not (cast_before_weight or weight_offset)
     in_fp32 = runs_in_fp32(kind, x.device.type, autocasts)
-    dtype = torch.float32 if in_fp32 else result_dtype(x, weight, cast_before_weight)
+    own = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype = torch.float32 if in_fp32 else result_dtype(own, weight, cast_before_weight)
     rows, granularity, pow2, margin, amax, staging = None, ROWWISE, False, 0, None, None
     wants_columns = False
     if recipe is not None:
@@ -196,21 +230,22 @@ def norm(
                     f"recipe {recipe.name!r} needs an amax slot; convert the model, or use current scaling"
                 )
             amax, staging = slot.in_use, slot.staging_for(records=records)
-    saves_x = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    compressed = compressed and saves_x and saves_bytes(x.shape[-1], x.dtype)
+    given = (x, residual, weight, bias)
+    saves_x = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    compressed = compressed and saves_x and saves_bytes(x.shape[-1], own)
     call = _Call(
         DEFAULT_EPS if eps is None else float(eps), kind, weight_offset, cast_before_weight, dtype, rows, granularity,
         pow2, margin, wants_columns, compressed,
     )  # fmt: skip
-    made = _Norm.apply(x, weight, bias, amax, staging, call)  # type: ignore[no-untyped-call]
-    y, codes, scale_inv, columns, x_codes, x_inv = made
+    made = _Norm.apply(*given, amax, staging, call)  # type: ignore[no-untyped-call]
+    y, h, codes, scale_inv, columns, x_codes, x_inv = made
     if codes is None and columns is None and x_codes is None:
-        return y, None
+        return y, h, None
     as_rows = None if codes is None else Quantized(codes, scale_inv, granularity)
     source = None
     if x_codes is not None:
-        source = NormInput((x_codes, x_inv, weight, bias), call, x.shape[-1], x.dtype)
-    return y, InputCodes(as_rows, columns, source)
+        source = NormInput((x_codes, x_inv, weight, bias), call, x.shape[-1], own)
+    return y, h, InputCodes(as_rows, columns, source)
 
 
 __all__ = ["norm"]

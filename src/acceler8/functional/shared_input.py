@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from acceler8.functional.input_codes import InputCodes
 from acceler8.functional.kept_input import Kept
 from acceler8.kernels import Quantized
 from acceler8.recipes import Operand, Recipe
@@ -152,3 +153,19 @@ def shared_input(x: Tensor, *, make: bool = True) -> SharedInput | None:
     known = SharedInput(x._version)
     x.__dict__[_ATTRIBUTE] = known
     return known
+
+
+def hand_on(y: Tensor, codes: InputCodes | None, recipe: Recipe, slot: AmaxSlot | None = None) -> None:
+    """Leave ``codes`` of ``y`` on it, for the ``linear`` layers of ``recipe`` that read this very object.
+
+    ``slot`` is the amax state of their input, which made the codes of a delayed recipe; the norm was then called with
+    ``records=False``, as the first layer that casts for wgrad records. None, or a ``y`` that can carry none (a leaf,
+    compiled code), changes nothing: the layers cast it themselves.
+    """
+    shared = None if codes is None else shared_input(y)
+    if shared is None or codes is None:
+        return
+    shared.source, shared.column_amax = codes.source, codes.column_amax
+    cast = Cast.of("rows", recipe, recipe.fprop.a, slot, records=slot is None)
+    if codes.rows is not None and cast is not None:
+        shared.put(cast, codes.rows)

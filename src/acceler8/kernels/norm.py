@@ -72,9 +72,11 @@ class Normed(NamedTuple):
     h: Tensor | None
 
 
-def result_dtype(x: Tensor, weight: Tensor | None, cast_before_weight: bool) -> torch.dtype:
-    """The dtype that the plain module gives: that of ``x``, promoted by the weight if it meets the rounded value."""
-    return torch.promote_types(x.dtype, weight.dtype) if cast_before_weight and weight is not None else x.dtype
+def result_dtype(x: torch.dtype, weight: Tensor | None, cast_before_weight: bool) -> torch.dtype:
+    """The dtype that the plain module gives: that of what is normalised, promoted by the weight if it meets the rounded
+    value.
+    """
+    return torch.promote_types(x, weight.dtype) if cast_before_weight and weight is not None else x
 
 
 def norm_ref(
@@ -89,7 +91,7 @@ def norm_ref(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Reference: ``(y [M, D], inverse_std [M], mean [M] or None)`` in plain PyTorch; takes FP64 too."""
-    dtype = dtype or result_dtype(x, weight, cast_before_weight)
+    dtype = dtype or result_dtype(x.dtype, weight, cast_before_weight)
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()  # sums must not follow the strides
     mean = None
     if kind == "layer":
@@ -305,9 +307,7 @@ def norm_forward(
             f"norm_forward got amax {'and' if staging is not None else 'without'} staging, rows={rows},"
             f" {granularity} scales; allowed: both amax and staging with rows and tensorwise scales, or neither"
         )
-    if dtype is None:
-        own = normed_dtype(x, residual)
-        dtype = torch.promote_types(own, weight.dtype) if cast_before_weight and weight is not None else own
+    dtype = dtype or result_dtype(normed_dtype(x, residual), weight, cast_before_weight)
     options = Options(
         eps, kind == "layer", weight_offset, cast_before_weight, dtype, "" if rows is None else rows.name,
         granularity.name, pow2, margin, column_amax,
