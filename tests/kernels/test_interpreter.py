@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param({"test_triton": ("", 100)}, id="triton"),
         pytest.param(
             {
-                "test_cast_and_sum": ("(both and (exact or of_several)) or many_tiles or delayed", 50),
+                "test_cast_and_sum": ("(both and (of_several or (exact and transposed))) or many_tiles or delayed", 25),
                 "test_adam": ("kernel_gives or launches", 8),
                 "test_concatenated": ("", 20),
                 "test_cross_entropy": ("", 15),

@@ -124,7 +124,7 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(inverse_std_ptr + rows[:, None], inverse_std, mask=is_row)
         y = x * inverse_std
         if CAST_FIRST:
-            y = _stored(y, h_ptr if RESIDUAL else x_ptr)[1]
+            y = _stored(y, x_ptr)[1]  # h has the dtype of x, or FP32, for which this is not asked
         if WEIGHT:
             y = y * _factor(weight, OFFSET)
         if BIAS:
