@@ -225,6 +225,16 @@ def test_compression_keeps_the_sum_in_fp8(device):
         assert torch.autograd.grad([h, y], x, [like(h, 1), like(y, 2)])[0].isfinite().all()
 
 
+@each_device
+def test_a_compressed_sum_comes_back_in_its_own_dtype(device):
+    """FP32 where the residual is: the gradient of the residual is not rounded to the branch's BF16."""
+    x, r, w, _ = leaves(device, 4, 256, dtypes=(BF16, FP32))
+    h, y, _ = add_norm(x, r, w, recipe=recipes.get("rowwise"), compressed=True)
+    torch.autograd.backward([h, y], [like(h, 1), like(y, 2)])
+    assert (r.grad.bfloat16().float() != r.grad).any()
+    assert torch.equal(x.grad, r.grad.bfloat16())
+
+
 def test_the_example_runs():
     result = doctest.testmod(sys.modules[add_norm.__module__])  # the package has the function under its name
     assert result.attempted >= 9
