@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from acceler8 import recipes
 from acceler8.errors import DoubleBackwardError, DtypeError, ShapeError
 from acceler8.functional import LinearSlots, add_norm, hand_on, linear, norm
+from acceler8.functional.shared_input import shared_input
 from acceler8.kernels import norm_backward_ref, norm_ref
 from acceler8.scaling import AmaxSlot, AmaxState
 from tests.functional.support import sqnr_db
@@ -250,7 +251,9 @@ def test_codes_are_left_only_where_they_may_lie():
     assert not vars(y)
     assert not vars(of_y)
     hand_on(of_y, codes, recipe)
-    assert vars(of_y)
+    left = shared_input(of_y, make=False)
+    assert left is not None
+    assert left.column_amax is codes.column_amax is not None
 
 
 @each_device
