@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param(
             {
                 "test_cast_and_sum": ("(both and (of_several or (exact and transposed))) or many_tiles or delayed", 25),
+                "test_activation": ("quick_gelu and rowwise or sums_alone or delayed", 10),
                 "test_adam": ("kernel_gives or launches", 8),
                 "test_concatenated": ("", 20),
                 "test_cross_entropy": ("", 15),
@@ -36,8 +37,13 @@ ROOT = Path(__file__).parents[2]
             id="fused",
         ),
         pytest.param(
-            {"test_cast_and_sum": ("", 195), "test_gated": ("", 60), "test_norm": ("", 70)},
-            id="all of the norms",
+            {
+                "test_activation": ("", 80),
+                "test_cast_and_sum": ("", 195),
+                "test_gated": ("", 60),
+                "test_norm": ("", 70),
+            },
+            id="all of activations and norms",
             marks=pytest.mark.slow,
         ),
     ],

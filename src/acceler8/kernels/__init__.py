@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from acceler8.kernels._activations import ACTIVATIONS
 from acceler8.kernels._triton import HAVE_TRITON
+from acceler8.kernels.activation import (
+    activation_backward,
+    activation_backward_ref,
+    activation_forward,
+    activation_ref,
+)
 from acceler8.kernels.amax import amax_ref, compute_amax
 from acceler8.kernels.cast_and_sum import column_sums_ref, quantize_and_sum, quantize_concatenated_and_sum
 from acceler8.kernels.concatenated import quantize_concatenated
 from acceler8.kernels.cross_entropy import check_labels, cross_entropy_, cross_entropy_ref
 from acceler8.kernels.dequantize import dequantize
-from acceler8.kernels.gated import ACTIVATIONS, gated, gated_backward, gated_backward_ref, gated_ref
+from acceler8.kernels.gated import gated, gated_backward, gated_backward_ref, gated_ref
 from acceler8.kernels.norm import Normed, norm_backward, norm_backward_ref, norm_forward, norm_ref
 from acceler8.kernels.quantize import Quantized, quantize, quantize_ref
 from acceler8.kernels.scaled_matmul import (
@@ -27,6 +34,10 @@ __all__ = [
     "CastStatistics",
     "Normed",
     "Quantized",
+    "activation_backward",
+    "activation_backward_ref",
+    "activation_forward",
+    "activation_ref",
     "amax_ref",
     "check_labels",
     "check_operands",

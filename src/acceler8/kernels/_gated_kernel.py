@@ -1,8 +1,9 @@
-"""The Triton kernels of ``gated.py`` (formula, reference, dispatch); ``_gated_launch.py`` starts them.
+"""The Triton kernels of ``gated.py`` and ``activation.py`` (formula, reference, dispatch); ``_gated_launch.py`` starts
+them. Without a gate (GATED False) ``up`` is one, ``x`` [M, F] is what ``gate`` is else, and its gradient the left half.
 
 Forward and backward take ``f`` and its slope from one function and compute ``act`` by the same operations in the same
 order, so what backward casts for wgrad are the bits that forward cast. FP32, no fused multiply-add, every element
-alone: nothing depends on tiles or warps.
+alone: nothing depends on tiles or warps, but sums over tokens, whose tiles are those of a table.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         sigmoid = _sigmoid(gate)
         value = gate * sigmoid
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif KIND == "quick_gelu":  # the factor behind the product that vanishes: gate * 1.702 may overflow
+        sigmoid = _sigmoid(1.702 * gate)
+        value = gate * sigmoid
+        slope = sigmoid + 1.702 * (gate * (sigmoid * (1.0 - sigmoid)))
     elif KIND == "gelu":
         normal = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         value = gate * normal
@@ -76,11 +81,13 @@ def _activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``(up, f(gate), f'(gate))`` of a tile; zeros outside."""
+def _load_gated(  # type: ignore[no-untyped-def]
+    x_ptr, rows, cols, row_stride, features, inside, KIND: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """``(up, f(gate), f'(gate))`` of a tile; ``f`` is zero outside, and so is ``up``, unless it is one."""
     at = x_ptr + rows[:, None] * row_stride + cols[None, :]
     gate = as_fp32(tl.load(at, mask=inside, other=0.0))
-    up = as_fp32(tl.load(at + features, mask=inside, other=0.0))
+    up = as_fp32(tl.load(at + features, mask=inside, other=0.0)) if GATED else 1.0
     value, slope = _activate(gate, KIND)
     return up, value, slope
 
@@ -97,15 +104,15 @@ def _store_high(x, out_ptr, rows, cols, width, inside):  # type: ignore[no-untyp
 @jit
 def gated_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, inv_ptr, out_ptr, row_count, features, row_stride, width,
-    KIND: tl.constexpr, E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
-    HIGH: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, E5M2: tl.constexpr, FMT_MAX: tl.constexpr, POW2: tl.constexpr,
+    MARGIN: tl.constexpr, HIGH: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of ``act`` in a program, so that their amax needs no pass of its own: ``x`` is read once."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
-    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND, GATED)
     act = value * up
     if HIGH:
         _store_high(act, out_ptr, rows, cols, features, inside)
@@ -119,8 +126,8 @@ def gated_rows_kernel(  # type: ignore[no-untyped-def]
 @jit
 def gated_amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, known_ptr, out_ptr, row_count, features, row_stride, cols_at, tile_count,
-    KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr,
-    TILE: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    UNLESS_KNOWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes of ``act`` into ``out``, which holds zeros: the tensor's, or those of rows and of columns."""
     if UNLESS_KNOWN and is_known(known_ptr):
@@ -129,7 +136,7 @@ def gated_amax_kernel(  # type: ignore[no-untyped-def]
         first_row, first_col = tile_origin(number, features, TILE)
         rows, cols = tile_offsets(first_row, first_col, TILE)
         inside = (rows < row_count)[:, None] & (cols < features)[None, :]
-        up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+        up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND, GATED)
         bits = magnitude_bits(value * up)
         max_into(bits, out_ptr, out_ptr, out_ptr + cols_at, rows, cols, row_count, features, TENSOR, ROWS, COLS)
 
@@ -138,7 +145,7 @@ def gated_amax_kernel(  # type: ignore[no-untyped-def]
 def gated_words_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, known_ptr, staging_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
     row_count, features, row_stride, across, row_width, col_width,
-    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -148,10 +155,10 @@ def gated_words_kernel(  # type: ignore[no-untyped-def]
     first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
     rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
     row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
-    a0 = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, HIGH)
-    a1 = _act(x_ptr, out_ptr, rows + 1, cols, row_stride, row_count, features, KIND, HIGH)
-    a2 = _act(x_ptr, out_ptr, rows + 2, cols, row_stride, row_count, features, KIND, HIGH)
-    a3 = _act(x_ptr, out_ptr, rows + 3, cols, row_stride, row_count, features, KIND, HIGH)
+    a0 = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, GATED, HIGH)
+    a1 = _act(x_ptr, out_ptr, rows + 1, cols, row_stride, row_count, features, KIND, GATED, HIGH)
+    a2 = _act(x_ptr, out_ptr, rows + 2, cols, row_stride, row_count, features, KIND, GATED, HIGH)
+    a3 = _act(x_ptr, out_ptr, rows + 3, cols, row_stride, row_count, features, KIND, GATED, HIGH)
     if DELAYED and (ROW or COL):
         stage(largest_bits(a0, a1, a2, a3), staging_ptr)
     quantize_four(
@@ -163,11 +170,12 @@ def gated_words_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _act(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND: tl.constexpr, HIGH: tl.constexpr
+    x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND: tl.constexpr, GATED: tl.constexpr,
+    HIGH: tl.constexpr,
 ):  # fmt: skip
     """``act`` of some rows, stored if HIGH; zeros outside."""
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
-    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+    up, value, _ = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND, GATED)
     act = value * up
     if HIGH:
         _store_high(act, out_ptr, rows, cols, features, inside)
@@ -178,7 +186,7 @@ def _act(  # type: ignore[no-untyped-def]
 def gated_tiles_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, out_ptr,
     row_count, features, row_stride, cols_at, row_width, col_width,
-    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HIGH: tl.constexpr,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
@@ -187,7 +195,7 @@ def gated_tiles_kernel(  # type: ignore[no-untyped-def]
     first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
-    act = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, HIGH)
+    act = _act(x_ptr, out_ptr, rows, cols, row_stride, row_count, features, KIND, GATED, HIGH)
     quantize_both(
         act, rows, cols, first_row, first_col, row_count, features, amax_ptr, cols_at, row_codes_ptr, row_inv_ptr,
         col_codes_ptr, col_inv_ptr, row_width, col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX,
@@ -213,19 +221,22 @@ def _load_kept(  # type: ignore[no-untyped-def]
 @jit
 def _load_backward(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features, inside,
-    KIND: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """``(d_act, up, f(gate), f'(gate))`` of a tile; zeros outside. ``x`` is what ``dequantize`` would give of codes in
     the dtype KEPT, unless that is None.
     """
     d = as_fp32(tl.load(d_ptr + rows[:, None] * d_row_stride + cols[None, :] * d_col_stride, mask=inside, other=0.0))
     if KEPT is None:
-        up, value, slope = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND)
+        up, value, slope = _load_gated(x_ptr, rows, cols, row_stride, features, inside, KIND, GATED)
     else:
-        block, width = first_col // 128, 2 * features
+        block, width = first_col // 128, (2 if GATED else 1) * features
         gate = _load_kept(x_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT, HARDWARE)
-        block, cols = (first_col + features) // 128, cols + features
-        up = _load_kept(x_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT, HARDWARE)
+        if GATED:
+            block, cols = (first_col + features) // 128, cols + features
+            up = _load_kept(x_ptr, inv_ptr, rows, cols, block, width, inside, row_count, KEPT, HARDWARE)
+        else:
+            up = 1.0
         value, slope = _activate(gate, KIND)
     return d, up, value, slope
 
@@ -234,7 +245,7 @@ def _load_backward(  # type: ignore[no-untyped-def]
 def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, known_ptr, act_known_ptr, out_ptr, row_count, features, d_row_stride, d_col_stride,
     row_stride, cols_at, act_at, tile_count,
-    KIND: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, TENSOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ACT_TENSOR: tl.constexpr, ACT_COLS: tl.constexpr, UNLESS_KNOWN: tl.constexpr, KEPT: tl.constexpr,
     HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -249,15 +260,18 @@ def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
         inside = (rows < row_count)[:, None] & (cols < features)[None, :]
         d, up, value, slope = _load_backward(
             d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
-            inside, KIND, KEPT, HARDWARE,
+            inside, KIND, GATED, KEPT, HARDWARE,
         )  # fmt: skip
         of_gate = magnitude_bits(d * up * slope)
-        of_up = magnitude_bits(d * value)
-        of_both = tl.maximum(of_gate, of_up)
+        of_both = of_gate
+        if GATED:
+            of_up = magnitude_bits(d * value)
+            of_both = tl.maximum(of_gate, of_up)
         cols_ptr, act_ptr = out_ptr + cols_at, out_ptr + act_at
         max_into(of_both, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, TENSOR, ROWS, False)
         max_into(of_gate, out_ptr, out_ptr, cols_ptr, rows, cols, row_count, features, False, False, COLS)
-        max_into(of_up, out_ptr, out_ptr, cols_ptr + features, rows, cols, row_count, features, False, False, COLS)
+        if GATED:
+            max_into(of_up, out_ptr, out_ptr, cols_ptr + features, rows, cols, row_count, features, False, False, COLS)
         of_act = magnitude_bits(value * up)
         max_into(of_act, act_ptr, act_ptr, act_ptr, rows, cols, row_count, features, ACT_TENSOR, False, ACT_COLS)
 
@@ -265,69 +279,84 @@ def gated_backward_amax_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _three(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
-    KIND: tl.constexpr, HIGH: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, HIGH: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """``d_gate``, ``d_up`` and ``act`` of some rows, the first two stored if HIGH; zeros outside."""
+    """``d_gate``, ``d_up`` (if GATED) and ``act`` of some rows, the first two stored if HIGH; zeros outside."""
     inside = (rows < row_count)[:, None] & (cols < features)[None, :]
     d, up, value, slope = _load_backward(
         d_ptr, x_ptr, inv_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count, features,
-        inside, KIND, KEPT, HARDWARE,
+        inside, KIND, GATED, KEPT, HARDWARE,
     )  # fmt: skip
     d_gate, d_up = d * up * slope, d * value
     if HIGH:
-        _store_high(d_gate, out_ptr, rows, cols, 2 * features, inside)
-        _store_high(d_up, out_ptr, rows, cols + features, 2 * features, inside)
+        _store_high(d_gate, out_ptr, rows, cols, (2 if GATED else 1) * features, inside)
+        if GATED:
+            _store_high(d_up, out_ptr, rows, cols + features, 2 * features, inside)
     return d_gate, d_up, value * up
+
+
+@jit
+def _store_sums(x, sums_ptr, tile, cols, features):  # type: ignore[no-untyped-def]
+    """Sums over the rows of a tile, which is the ``tile``-th from above, into ``sums`` [., features]."""
+    tl.store(sums_ptr + tile * features + cols, tl.sum(x, 0), mask=cols < features)
 
 
 @jit
 def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, amax_ptr, known_ptr, staging_ptr, act_known_ptr, act_staging_ptr,
-    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
-    row_count, features, d_row_stride, d_col_stride, row_stride, across, col_width,
-    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
-    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr, sums_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, across, row_width, col_width,
+    KIND: tl.constexpr, GATED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr,
+    HIGH: tl.constexpr, SUMS: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr,
     DELAYED: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``d_gate``, ``d_up`` and ``act`` a program; three tiles read, up to five or seven written."""
+    """A tile of ``d_gate``, ``d_up`` and ``act`` a program; three tiles read, up to five or seven written. SUMS: those
+    of ``d_gate`` over the tile's rows too.
+    """
     first_row, first_col = words_origin(across, ROWS, COLS, GROUP)
     rows, cols = first_row + 4 * tl.arange(0, ROWS // 4), first_col + tl.arange(0, COLS)
     row_count, features = hidden(row_count, ROWS), hidden(features, COLS)
+    width = 2 * features if GATED else hidden(row_width, COLS)
     g0, u0, a0 = _three(
         d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
-        features, KIND, HIGH, KEPT, HARDWARE,
+        features, KIND, GATED, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     g1, u1, a1 = _three(
         d_ptr, x_ptr, inv_ptr, out_ptr, rows + 1, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
-        features, KIND, HIGH, KEPT, HARDWARE,
+        features, KIND, GATED, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     g2, u2, a2 = _three(
         d_ptr, x_ptr, inv_ptr, out_ptr, rows + 2, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
-        features, KIND, HIGH, KEPT, HARDWARE,
+        features, KIND, GATED, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     g3, u3, a3 = _three(
         d_ptr, x_ptr, inv_ptr, out_ptr, rows + 3, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
-        features, KIND, HIGH, KEPT, HARDWARE,
+        features, KIND, GATED, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
     if DELAYED:
         if ROW or COL:
-            stage(tl.maximum(largest_bits(g0, g1, g2, g3), largest_bits(u0, u1, u2, u3)), staging_ptr)
+            of_d = largest_bits(g0, g1, g2, g3)
+            if GATED:
+                of_d = tl.maximum(of_d, largest_bits(u0, u1, u2, u3))
+            stage(of_d, staging_ptr)
         if ACT:
             stage(largest_bits(a0, a1, a2, a3), act_staging_ptr)
-    # codes of rows are never filled: half of their width is a multiple already
+    if SUMS:
+        _store_sums((g0 + g1) + (g2 + g3), sums_ptr, first_row // ROWS, cols, features)
     quantize_four(
         g0, g1, g2, g3, rows, cols, first_row, first_col, row_count, features, amax_ptr, known_ptr,
-        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, features, col_width,
+        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, width, features if GATED else width, col_width,
         col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
     )  # fmt: skip
-    quantize_four(
-        u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr,
-        known_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, 2 * features, 2 * features,
-        col_width, col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
-    )  # fmt: skip
+    if GATED:  # codes of rows are not filled then: half of their width is a multiple already
+        quantize_four(
+            u0, u1, u2, u3, rows, cols + features, first_row, first_col + features, row_count, 2 * features, amax_ptr,
+            known_ptr, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, width, width, col_width,
+            col_width, ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, DELAYED, True, HARDWARE,
+        )  # fmt: skip
     quantize_four(
         a0, a1, a2, a3, rows, cols, first_row, first_col, row_count, features, amax_ptr + 1, act_known_ptr,
         act_codes_ptr, act_inv_ptr, act_codes_ptr, act_inv_ptr, features, features, col_width,
@@ -337,18 +366,20 @@ def gated_backward_words_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _store_half(  # type: ignore[no-untyped-def]
-    x, rows, cols, first_row, first_col, row_count, stop, all_cols, amax_ptr, cols_at,
+    x, rows, cols, first_row, first_col, row_count, stop, row_stop, row_width, amax_ptr, cols_at,
     row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``."""
-    if ROW:  # never filled: half of the width is a multiple already
+    """A tile of one half of ``d_gate_up``, at its place in the whole; the half ends at column ``stop``, its codes of
+    rows, with filler, at ``row_stop``.
+    """
+    if ROW:
         quantize_tile(
             x, rows, cols, first_row, first_col, row_count, stop, amax_ptr, row_codes_ptr, row_inv_ptr,
-            all_cols, stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
+            row_width, row_stop, ROW_E5M2, ROW_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
         )  # fmt: skip
     if COL:
         quantize_tile(
@@ -361,10 +392,10 @@ def _store_half(  # type: ignore[no-untyped-def]
 @jit
 def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
     d_ptr, x_ptr, inv_ptr, amax_ptr,
-    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr,
-    row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, col_width,
-    KIND: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, HIGH: tl.constexpr,
-    ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
+    row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, act_codes_ptr, act_inv_ptr, out_ptr, sums_ptr,
+    row_count, features, d_row_stride, d_col_stride, row_stride, cols_at, act_at, row_width, col_width,
+    KIND: tl.constexpr, GATED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr,
+    HIGH: tl.constexpr, SUMS: tl.constexpr, ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, ACT_E5M2: tl.constexpr,
     ROW_MAX: tl.constexpr, COL_MAX: tl.constexpr, ACT_MAX: tl.constexpr,
     POW2: tl.constexpr, MARGIN: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr,
     KEPT: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
@@ -375,20 +406,25 @@ def gated_backward_tiles_kernel(  # type: ignore[no-untyped-def]
     first_row, first_col = tile_origin(tl.num_programs(0) - 1 - tl.program_id(0), features, TILE)
     rows, cols = tile_offsets(first_row, first_col, TILE)
     row_count, features = hidden(row_count, TILE), hidden(features, TILE)
+    width = 2 * features if GATED else hidden(row_width, TILE)
     d_gate, d_up, act = _three(
         d_ptr, x_ptr, inv_ptr, out_ptr, rows, cols, first_col, d_row_stride, d_col_stride, row_stride, row_count,
-        features, KIND, HIGH, KEPT, HARDWARE,
+        features, KIND, GATED, HIGH, KEPT, HARDWARE,
     )  # fmt: skip
+    if SUMS:
+        _store_sums(d_gate, sums_ptr, first_row // TILE, cols, features)
     _store_half(
-        d_gate, rows, cols, first_row, first_col, row_count, features, 2 * features, amax_ptr, cols_at,
-        row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
+        d_gate, rows, cols, first_row, first_col, row_count, features, features if GATED else width, width,
+        amax_ptr, cols_at, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
         ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
     )  # fmt: skip
-    _store_half(
-        d_up, rows, cols + features, first_row, first_col + features, row_count, 2 * features, 2 * features, amax_ptr,
-        cols_at, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
-        ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE, SCALED,
-    )  # fmt: skip
+    if GATED:  # codes of rows are not filled then: half of their width is a multiple already
+        _store_half(
+            d_up, rows, cols + features, first_row, first_col + features, row_count, 2 * features, width,
+            width, amax_ptr, cols_at, row_codes_ptr, row_inv_ptr, col_codes_ptr, col_inv_ptr, col_width,
+            ROW, COL, ROW_E5M2, COL_E5M2, ROW_MAX, COL_MAX, POW2, MARGIN, GROUP_ROWS, GROUP_COLS, HARDWARE, TILE,
+            SCALED,
+        )  # fmt: skip
     if ACT:
         quantize_tile(
             tl.trans(act), cols, rows, first_col, first_row, features, row_count, amax_ptr + act_at, act_codes_ptr,

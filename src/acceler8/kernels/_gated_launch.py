@@ -1,4 +1,4 @@
-"""Launches the kernels of ``_gated_kernel.py``: which of them, on what grid, into what memory."""
+"""Launches the kernels of ``_gated_kernel.py``, with a gate and without: which, on what grid, into what memory."""
 
 from __future__ import annotations
 
@@ -67,25 +67,29 @@ def gated_triton(
     margin: int,
     high_precision: bool,
     delayed: Delayed | None = None,
+    is_gated: bool = True,
 ) -> list[Tensor]:
     """Launch the kernels of the forward: ``[codes, scale_inv]`` of rows, of columns, then act, as asked.
 
-    ``gate_up`` [M, 2F] is not empty, contiguous along its rows, and lies on a device that runs Triton. Arguments as in
-    ``gated``, formats and granularity by name ("" where an orientation is not wanted). Deterministic.
+    ``gate_up`` [M, 2F], or [M, F] without a gate, is not empty, contiguous along its rows, and lies on a device that
+    runs Triton. Arguments as in ``gated``, formats and granularity by name ("" where an orientation is not wanted).
+    Deterministic.
     """
     device = gate_up.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return gated_triton(gate_up, activation, rows, cols, granularity, pow2, margin, high_precision, delayed)
+            return gated_triton(
+                gate_up, activation, rows, cols, granularity, pow2, margin, high_precision, delayed, is_gated
+            )
     key = (
         "forward", gate_up.shape, gate_up.stride(), gate_up.dtype, device, alignment(gate_up), activation, rows, cols,
-        granularity, pow2, margin, high_precision, _alignments(delayed),
+        granularity, pow2, margin, high_precision, _alignments(delayed), is_gated,
     )  # fmt: skip
     plan = _plans.get(
         key,
         lambda: _plan_forward(
             gate_up, activation, FORMATS.get(rows), FORMATS.get(cols), GRANULARITIES[granularity], pow2, margin,
-            high_precision, delayed,
+            high_precision, delayed, is_gated,
         ),
     )  # fmt: skip
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
@@ -119,9 +123,11 @@ def gated_backward_triton(
     delayed: Delayed | None = None,
     act_delayed: Delayed | None = None,
     kept: tuple[Tensor, torch.dtype] | None = None,
+    is_gated: bool = True,
+    sums: bool = False,
 ) -> list[Tensor]:
     """Launch the kernels of the backward: ``[codes, scale_inv]`` of rows and columns of d_gate_up, of columns of act,
-    then d_gate_up, as asked.
+    then d_gate_up and the sums over tokens of its left half [F] FP32, as asked.
 
     As ``gated_triton``; ``d_act`` [M, F] may have any strides, F is a multiple of the granularity's. With ``kept``
     ``gate_up`` is E4M3 codes, whose scales for 128 elements of a row and dtype these are; F is a multiple of 128 then.
@@ -131,7 +137,7 @@ def gated_backward_triton(
         with torch.cuda.device(device):
             return gated_backward_triton(
                 d_act, gate_up, activation, rows, cols, act_cols, granularity, pow2, margin, high_precision, delayed,
-                act_delayed, kept,
+                act_delayed, kept, is_gated, sums,
             )  # fmt: skip
     # what is not asked for is neither read nor staged, so either pair may stand for the other
     first, second = delayed or act_delayed, act_delayed or delayed
@@ -139,13 +145,14 @@ def gated_backward_triton(
         "backward", gate_up.shape, gate_up.stride(), gate_up.dtype, device, alignment(gate_up),
         d_act.stride(), d_act.dtype, alignment(d_act), activation, rows, cols, act_cols, granularity, pow2, margin,
         high_precision, _alignments(first), _alignments(second),
-        None if kept is None else (alignment(kept[0]), kept[1]),
+        None if kept is None else (alignment(kept[0]), kept[1]), is_gated, sums,
     )  # fmt: skip
     plan = _plans.get(
         key,
         lambda: _plan_backward(
             d_act, gate_up, activation, (FORMATS.get(rows), FORMATS.get(cols), FORMATS.get(act_cols)),
             GRANULARITIES[granularity], pow2, margin, high_precision, first, second, kept,
+            is_gated, sums,
         ),
     )  # fmt: skip
     out = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in plan.outputs]
@@ -165,6 +172,8 @@ def gated_backward_triton(
     delays = (known, staged, act_known, act_staged) if plan.amaxes == "known" else ()
     plan.cast(stream, at_d, at_x, at_inv, found, *delays, *at_out)
     del memory
+    if sums:
+        out[-1] = out[-1].sum(0)  # of tiles, one after the other: deterministic
     return out
 
 
@@ -184,10 +193,10 @@ def _pointers(delayed: Delayed | None) -> tuple[Tensor | torch.dtype, Tensor | t
 def _lay_out(
     operands: list[tuple[Format | None, int, int]],
     granularity: Granularity,
-    high: tuple[tuple[int, ...], torch.dtype] | None,
+    *others: tuple[tuple[int, ...], torch.dtype] | None,
 ) -> tuple[_Outputs, tuple[int, ...]]:
-    """``(outputs, places)`` of operands (format, rows, columns), of which some are not asked for, and of a last tensor
-    in high precision.
+    """``(outputs, places)`` of operands (format, rows, columns), of which some are not asked for, and of tensors in
+    high precision behind them.
     """
     outputs: _Outputs = []
     places: list[int] = []
@@ -199,9 +208,10 @@ def _lay_out(
         width = cols + -cols % multiple
         outputs += [((rows, width), fmt.torch_dtype), (granularity.scale_shape(rows, cols), torch.float32)]
         places += [len(outputs) - 1, len(outputs)]
-    if high is not None:
-        outputs.append(high)
-    places.append(0 if high is None else len(outputs))
+    for high in others:
+        if high is not None:
+            outputs.append(high)
+        places.append(0 if high is None else len(outputs))
     return outputs, tuple(places)
 
 
@@ -215,8 +225,9 @@ def _plan_forward(
     margin: int,
     high_precision: bool,
     delayed: Delayed | None,
+    is_gated: bool,
 ) -> _Plan:
-    row_count, features = x.shape[0], x.shape[1] // 2
+    row_count, features = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     multiple = granularity.contraction_multiple
     row_width, col_width = features + -features % multiple, row_count + -row_count % multiple
     outputs, places = _lay_out(
@@ -233,14 +244,14 @@ def _plan_forward(
             -(-row_count // at_once),
             (x, torch.uint8, torch.float32, x.dtype),
             (
-                row_count, features, x.stride(0), row_width, activation, rows is E5M2, rows.max, pow2, 2.0**-margin,
-                high_precision, hardware, at_once, extent,
+                row_count, features, x.stride(0), row_width, activation, is_gated, rows is E5M2, rows.max, pow2,
+                2.0**-margin, high_precision, hardware, at_once, extent,
             ),
             at_once * extent // _PER_WARP,
         )  # fmt: skip
         return _Plan(outputs, (places[0], places[1], places[4]), x.device, None, 0, launch, "none")
     fmt, cols_fmt = rows or cols or E5M2, cols or rows or E5M2
-    asked = (activation, rows is not None, cols is not None, high_precision)
+    asked = (activation, is_gated, rows is not None, cols is not None, high_precision)
     casts = (fmt is E5M2, cols_fmt is E5M2, fmt.max, cols_fmt.max, pow2, 2.0**-margin)
     by_row = granularity is ROWWISE
     cols_at = row_count if by_row and rows is not None else 0
@@ -279,8 +290,8 @@ def _plan_forward(
         tile_count if delayed is None else min(tile_count, FEW),
         (x, known, torch.int32),
         (
-            row_count, features, x.stride(0), cols_at, tile_count, activation, not by_row, by_row and rows is not None,
-            by_row and cols is not None, delayed is not None, _AMAX_TILE,
+            row_count, features, x.stride(0), cols_at, tile_count, activation, is_gated, not by_row,
+            by_row and rows is not None, by_row and cols is not None, delayed is not None, _AMAX_TILE,
         ),
         _WARPS,
     )  # fmt: skip
@@ -300,6 +311,8 @@ def _plan_backward(
     delayed: Delayed | None,
     act_delayed: Delayed | None,
     kept: tuple[Tensor, torch.dtype] | None,
+    is_gated: bool,
+    sums: bool,
 ) -> _Plan:
     rows, cols, act_cols = formats
     inv: Tensor | torch.dtype = torch.float32
@@ -310,30 +323,35 @@ def _plan_backward(
     codes = x if kept is None else x.view(torch.uint8)
     hardware = _triton.has_fp8_conversion(x.device)
     row_count, features = d_act.shape
+    all_features = 2 * features if is_gated else features
+    in_blocks = granularity.is_blockwise
+    tile, warps = (_BLOCK_TILE, _BACKWARD_BLOCK_WARPS) if in_blocks else (_TILE, _BACKWARD_WARPS)
+    tall = tile if granularity.rows else _ROWS
     outputs, places = _lay_out(
-        [(rows, row_count, 2 * features), (cols, 2 * features, row_count), (act_cols, features, row_count)],
+        [(rows, row_count, all_features), (cols, all_features, row_count), (act_cols, features, row_count)],
         granularity,
-        ((row_count, 2 * features), high_dtype) if high_precision else None,
+        ((row_count, all_features), high_dtype) if high_precision else None,
+        ((-(-row_count // tall), features), torch.float32) if sums else None,
     )
     by_row = granularity is ROWWISE
     has_d = rows is not None or cols is not None
     cols_at = row_count if by_row and rows is not None else 0
-    act_at = cols_at + 2 * features * (cols is not None) if by_row else 1
+    act_at = cols_at + all_features * (cols is not None) if by_row else 1
     asked = [fmt or E5M2 for fmt in formats]
     strides = (*d_act.stride(), x.stride(0))
-    col_width = row_count + -row_count % granularity.contraction_multiple
-    wanted = (activation, rows is not None, cols is not None, act_cols is not None, high_precision)
+    multiple = granularity.contraction_multiple
+    widths = all_features + -all_features % multiple, row_count + -row_count % multiple
+    wanted = (activation, is_gated, rows is not None, cols is not None, act_cols is not None, high_precision, sums)
     casts = (*(fmt is E5M2 for fmt in asked), *(fmt.max for fmt in asked), pow2, 2.0**-margin)
-    written = (*(torch.uint8, torch.float32) * 3, high_dtype)
+    written = (*(torch.uint8, torch.float32) * 3, high_dtype, torch.float32)
     if granularity.rows:
-        tile, warps = (_BLOCK_TILE, _BACKWARD_BLOCK_WARPS) if granularity.is_blockwise else (_TILE, _BACKWARD_WARPS)
         amaxes = "found"
         cast = Launch(
             gated_backward_tiles_kernel,
             _triton.tiles(row_count, features, tile),
             (d_act, codes, inv, torch.int32, *written),
             (
-                row_count, features, *strides, cols_at, act_at, col_width, *wanted, *casts, granularity.rows,
+                row_count, features, *strides, cols_at, act_at, *widths, *wanted, *casts, granularity.rows,
                 granularity.cols, kept_as, hardware, tile, by_row,
             ),
             warps,
@@ -345,13 +363,13 @@ def _plan_backward(
             -(-row_count // _ROWS) * across,
             (d_act, codes, inv, torch.int32, *_pointers(delayed), *_pointers(act_delayed), *written),
             (
-                row_count, features, *strides, across, col_width, *wanted, *casts,
+                row_count, features, *strides, across, *widths, *wanted, *casts,
                 delayed is not None, kept_as, hardware, _ROWS, _COLS, GROUP,
             ),
             _WORDS_WARPS,
             _WORDS_REGISTERS,
         )  # fmt: skip
-    if granularity.is_blockwise or not (has_d or act_cols is not None):
+    if in_blocks or not (has_d or act_cols is not None):
         return _Plan(outputs, places, x.device, None, 0, cast, amaxes)
     tile_count = _triton.tiles(row_count, features, _AMAX_TILE)
     find_amax = Launch(
@@ -359,7 +377,7 @@ def _plan_backward(
         tile_count if delayed is None else min(tile_count, FEW),
         (d_act, codes, inv, _pointers(delayed)[0], _pointers(act_delayed)[0], torch.int32),
         (
-            row_count, features, *strides, cols_at, act_at, tile_count, activation,
+            row_count, features, *strides, cols_at, act_at, tile_count, activation, is_gated,
             has_d and not by_row, by_row and rows is not None, by_row and cols is not None,
             act_cols is not None and not by_row, by_row and act_cols is not None, delayed is not None, kept_as,
             hardware, _AMAX_TILE,

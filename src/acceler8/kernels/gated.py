@@ -7,11 +7,10 @@ half of one matrix, and so are their gradients. ``act`` is read by one GEMM of t
 gradients by two of the backward: none of them is ever needed in high precision, and here none of them meets memory in
 it. Nor is ``act`` kept for the backward, which computes it again, bit for bit, beside its own work.
 
-Everything is FP32 between the load and the cast. ``f`` is silu ``g * s(g)`` with ``s`` the sigmoid, gelu ``g * (1 +
-erf(g / sqrt(2))) / 2``, gelu_tanh ``g * s(2 * sqrt(2 / pi) * (g + 0.044715 g^3))`` (the usual tanh, which cancels,
-written as a sigmoid, which does not) or relu. (The kernels are in ``_gated_kernel.py``.)
+Everything is FP32 between the load and the cast. ``f`` is one of ``_activations.py``. (The kernels are in
+``_gated_kernel.py``.)
 
-Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202; Hendrycks and Gimpel 2016, arXiv:1606.08415.
+Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -19,36 +18,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acceler8.errors import DtypeError, RecipeError, ShapeError
-from acceler8.formats import FORMATS, Format
+from acceler8.errors import DtypeError, ShapeError
+from acceler8.formats import Format
 from acceler8.kernels import _triton
+from acceler8.kernels._activations import (
+    ACTIVATIONS,
+    INPUT_DTYPES,
+    activate_ref,
+    asked,
+    check_activation,
+    check_values,
+    codes_ref,
+    in_places,
+    name_of,
+    operands,
+    pair,
+    pairs,
+)
 from acceler8.kernels._gated_launch import Delayed, gated_backward_triton, gated_triton
 from acceler8.kernels._library import library, may_go_direct
 from acceler8.kernels.dequantize import dequantize
 from acceler8.kernels.operand import Quantized
-from acceler8.kernels.quantize import cast_fake, cast_ref
-from acceler8.scaling import GRANULARITIES, TENSORWISE, Granularity
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def activate_ref(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Reference: ``(f(gate), f'(gate))`` in the dtype of ``gate``, FP32 or FP64; both finite where ``gate`` is."""
-    if activation == "silu":
-        sigmoid = 1.0 / (1.0 + torch.exp(-gate))
-        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    if activation == "gelu":
-        normal = 0.5 * (1.0 + torch.erf(gate * 0.5**0.5))
-        return gate * normal, normal + gate * (0.3989422804014327 * torch.exp(-0.5 * (gate * gate)))
-    if activation == "gelu_tanh":
-        near = torch.where(gate > 32.0, 32.0, torch.where(gate < -32.0, -32.0, gate))  # f is gate or 0 beyond
-        square = near * near
-        sigmoid = 1.0 / (1.0 + torch.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * square)))
-        inner = 1.5957691216057308 * (1.0 + 0.134145 * square)
-        return gate * sigmoid, sigmoid + near * (sigmoid * (1.0 - sigmoid)) * inner
-    value = torch.where(gate <= 0.0, 0.0, gate)
-    return value, torch.where(gate > 0.0, 1.0, value)
+from acceler8.kernels.quantize import cast_fake
+from acceler8.scaling import TENSORWISE, Granularity
 
 
 def gated_ref(gate_up: Tensor, activation: str) -> Tensor:
@@ -80,20 +72,8 @@ def _gated(
     if _triton.runs_on(gate_up) and gate_up.numel():
         return gated_triton(gate_up, activation, rows, cols, granularity, pow2, margin, high_precision, delayed)
     act = gated_ref(gate_up, activation)
-    out = _codes_ref(act, rows, cols, granularity, pow2, margin, delayed)
+    out = codes_ref(act, rows, cols, granularity, pow2, margin, delayed)
     return [*out, act.to(gate_up.dtype)] if high_precision else out
-
-
-def _codes_ref(
-    x: Tensor, rows: str, cols: str, granularity: str, pow2: bool, margin: int, delayed: Delayed | None
-) -> list[Tensor]:
-    if not (rows or cols):
-        return []
-    amax, staging = (None, None) if delayed is None else delayed
-    groups = GRANULARITIES[granularity]
-    return cast_ref(
-        x, FORMATS.get(rows), FORMATS.get(cols), groups, pow2=pow2, margin=margin, amax=amax, staging=staging
-    )  # fmt: skip
 
 
 def _gated_fake(
@@ -115,8 +95,8 @@ def _gated_backward(
             act_delayed,
         )  # fmt: skip
     d, act = gated_backward_ref(d_act, gate_up, activation)
-    out = _codes_ref(d, rows, cols, granularity, pow2, margin, delayed)
-    out += _codes_ref(act, "", act_cols, granularity, pow2, margin, act_delayed)
+    out = codes_ref(d, rows, cols, granularity, pow2, margin, delayed)
+    out += codes_ref(act, "", act_cols, granularity, pow2, margin, act_delayed)
     return [*out, d.to(gate_up.dtype)] if high_precision else out
 
 
@@ -130,14 +110,7 @@ def _gated_backward_fake(
     return [*out, d] if high_precision else out
 
 
-# With delayed scaling, which maxes into staging as quantize's op does: fixed places, empty tensors for what was not
-# asked
-
-
-def _in_places(out: list[Tensor], asked: tuple[str, ...], high_precision: bool, x: Tensor) -> tuple[Tensor, ...]:
-    left = iter(out)
-    placed = [next(left) if name else x.new_empty(0) for name in asked for _ in range(2)]
-    return *placed, next(left) if high_precision else x.new_empty(0)
+# With delayed scaling, which maxes into staging as quantize's op does
 
 
 def _gated_delayed(
@@ -147,7 +120,7 @@ def _gated_delayed(
     out = _gated(
         gate_up, activation, rows, cols, TENSORWISE.name, pow2, margin, high_precision, (amax, staging)
     )  # fmt: skip
-    return _in_places(out, (rows, cols), high_precision, gate_up)
+    return in_places(out, (rows, cols), gate_up, high_precision)
 
 
 def _gated_delayed_fake(
@@ -155,7 +128,7 @@ def _gated_delayed_fake(
     high_precision: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out = _gated_fake(gate_up, activation, rows, cols, TENSORWISE.name, pow2, margin, high_precision)
-    return _in_places(out, (rows, cols), high_precision, gate_up)
+    return in_places(out, (rows, cols), gate_up, high_precision)
 
 
 def _gated_backward_delayed(
@@ -166,7 +139,7 @@ def _gated_backward_delayed(
         d_act, gate_up, activation, rows, cols, act_cols, TENSORWISE.name, pow2, margin, high_precision,
         (amax, staging), (act_amax, act_staging),
     )  # fmt: skip
-    return _in_places(out, (rows, cols, act_cols), high_precision, gate_up)
+    return in_places(out, (rows, cols, act_cols), gate_up, high_precision)
 
 
 def _gated_backward_delayed_fake(
@@ -176,7 +149,7 @@ def _gated_backward_delayed_fake(
     out = _gated_backward_fake(
         d_act, gate_up, activation, rows, cols, act_cols, TENSORWISE.name, pow2, margin, high_precision
     )  # fmt: skip
-    return _in_places(out, (rows, cols, act_cols), high_precision, gate_up)
+    return in_places(out, (rows, cols, act_cols), gate_up, high_precision)
 
 
 for _name, _schema, _function, _fake in (
@@ -237,8 +210,8 @@ def gated(
         to FP8 once, not to 16 bits before. Without codes nothing is staged.
     Numerics: FP32, each operation rounded once. With u = 2^-24, on a GPU exp within (1.5 |t| + 4) u, a division within
         4 u and erf within 4 u: act is within (1.5 |g| + 11) u of its own magnitude (silu), within |up g| 5 u + 2 u
-        |act| (gelu), within (7.5 |t| + 12) u with t the sigmoid's argument (gelu_tanh), within u (relu); absolutely
-        2^-100 |up| where the sigmoid underflows. Deterministic.
+        |act| (gelu), within (7.5 |t| + 12) u with t the sigmoid's argument (gelu_tanh, quick_gelu), within u (relu);
+        absolutely 2^-100 |up| where the sigmoid underflows. Deterministic.
         An infinite gate may give NaN where the limit would be 0. M may be 0.
     Raises: ShapeError, DtypeError as ``quantize``, for an odd number of columns, and for rows that are not contiguous;
         RecipeError for another activation.
@@ -246,8 +219,8 @@ def gated(
     _check_gate_up("gated", gate_up, activation)
     if rows is None and cols is None and not high_precision:
         raise DtypeError("gated was asked for nothing; give rows=, cols= or both a Format, or set high_precision=True")
-    delayed = _pair("gated", amax, staging, granularity)
-    names = _name_of(rows), _name_of(cols)
+    delayed = pair("gated", amax, staging, granularity)
+    names = name_of(rows), name_of(cols)
     out: list[Tensor] | tuple[Tensor, ...]
     if may_go_direct(gate_up) and _triton.runs_on(gate_up) and gate_up.numel():
         out = gated_triton(gate_up, activation, *names, granularity.name, pow2, margin, high_precision, delayed)
@@ -255,14 +228,12 @@ def gated(
         placed = torch.ops.acceler8.gated_delayed.default(
             gate_up, *delayed, activation, *names, pow2, margin, high_precision
         )
-        out = _asked(placed, names, high_precision)
+        out = asked(placed, names, high_precision)
     else:
         out = torch.ops.acceler8.gated.default(
             gate_up, activation, *names, granularity.name, pow2, margin, high_precision
         )
-    as_rows = Quantized(out[0], out[1], granularity) if rows is not None else None
-    behind = 0 if rows is None else 2
-    as_cols = Quantized(out[behind], out[behind + 1], granularity) if cols is not None else None
+    as_rows, as_cols = operands(out, (rows, cols), granularity)
     return as_rows, as_cols, out[-1] if high_precision else None
 
 
@@ -314,14 +285,14 @@ def gated_backward(
             "gated_backward was asked for nothing; give d_rows=, d_cols= or act_cols= a Format, or set"
             " high_precision=True"
         )
-    names = _name_of(d_rows), _name_of(d_cols), _name_of(act_cols)
-    has_d = d_rows is not None or d_cols is not None
-    delayed = _pair("gated_backward", amax, staging, granularity) if has_d else None
-    act_delayed = _pair("gated_backward", act_amax, act_staging, granularity) if act_cols is not None else None
-    if has_d and act_cols is not None and (delayed is None) != (act_delayed is None):
-        raise ShapeError(
-            "gated_backward got an amax of earlier steps for one of d_gate_up and act; allowed: for both or neither"
-        )
+    names = name_of(d_rows), name_of(d_cols), name_of(act_cols)
+    delayed, act_delayed = pairs(
+        "gated_backward",
+        "d_gate_up",
+        None if d_rows is None and d_cols is None else (amax, staging),
+        None if act_cols is None else (act_amax, act_staging),
+        granularity,
+    )
     out: list[Tensor] | tuple[Tensor, ...]
     if may_go_direct(gate_up) and may_go_direct(d_act) and _triton.runs_on(gate_up) and gate_up.numel():
         out = gated_backward_triton(
@@ -334,54 +305,23 @@ def gated_backward(
             d_act, gate_up, *(delayed or unused), *(act_delayed or unused), activation, *names,
             pow2, margin, high_precision,
         )  # fmt: skip
-        out = _asked(placed, names, high_precision)
+        out = asked(placed, names, high_precision)
     else:
         out = torch.ops.acceler8.gated_backward.default(
             d_act, gate_up, activation, *names, granularity.name, pow2, margin, high_precision
         )
-    left = iter(out)
-    made = [
-        None if fmt is None else Quantized(next(left), next(left), granularity) for fmt in (d_rows, d_cols, act_cols)
-    ]
+    made = operands(out, (d_rows, d_cols, act_cols), granularity)
     return made[0], made[1], made[2], out[-1] if high_precision else None
 
 
-def _name_of(fmt: Format | None) -> str:
-    return "" if fmt is None else fmt.name
-
-
-def _asked(placed: tuple[Tensor, ...], names: tuple[str, ...], high_precision: bool) -> list[Tensor]:
-    """The results of an op with fixed places, without those that were not asked for."""
-    out = [placed[2 * i + j] for i, name in enumerate(names) if name for j in (0, 1)]
-    return [*out, placed[-1]] if high_precision else out
-
-
-def _pair(op: str, amax: Tensor | None, staging: Tensor | None, granularity: Granularity) -> Delayed | None:
-    if amax is None and staging is None:
-        return None
-    if granularity is not TENSORWISE:
-        raise ShapeError(f"{op} got an amax of earlier steps with {granularity} scales; allowed: tensorwise")
-    if amax is None or staging is None:
-        got, missing = ("staging", "amax") if amax is None else ("amax", "staging")
-        raise ShapeError(f"{op} got {got} but no {missing}; allowed: both (delayed scaling) or neither")
-    return amax, staging
-
-
 def _check_gate_up(op: str, gate_up: Tensor, activation: str, is_kept: bool = False) -> None:
-    if activation not in ACTIVATIONS:
-        raise RecipeError(f"{op} got activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    check_activation(op, activation)
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise ShapeError(
             f"{op} got gate_up {tuple(gate_up.shape)}; allowed: [M, 2F], gate left and up right; flatten batch"
             " dimensions first"
         )
-    if gate_up.dtype not in _INPUT_DTYPES and not is_kept:
-        raise DtypeError(f"{op} got gate_up in {gate_up.dtype}; allowed: bfloat16, float16, float32; cast it first")
-    if gate_up.stride(1) != 1:
-        raise ShapeError(
-            f"{op} got gate_up with strides {gate_up.stride()}; allowed: contiguous rows, as a GEMM writes them; call"
-            " .contiguous() first"
-        )
+    check_values(op, "gate_up", gate_up, is_kept)
 
 
 def _check_d_act(d_act: Tensor, gate_up: Tensor, granularity: Granularity) -> None:
@@ -391,7 +331,7 @@ def _check_d_act(d_act: Tensor, gate_up: Tensor, granularity: Granularity) -> No
             f"gated_backward got d_act {tuple(d_act.shape)} and gate_up {tuple(gate_up.shape)}; allowed: [M, F] and"
             " [M, 2F]"
         )
-    if d_act.dtype not in _INPUT_DTYPES:
+    if d_act.dtype not in INPUT_DTYPES:
         raise DtypeError(
             f"gated_backward got d_act in {d_act.dtype}; allowed: bfloat16, float16, float32; cast it first"
         )
