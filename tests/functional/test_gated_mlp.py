@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acceler8 import recipes
 from acceler8.errors import DoubleBackwardError
-from acceler8.functional import LinearSlots, WeightCodes, linear
+from acceler8.functional import WeightCodes, linear
 from acceler8.functional.gated_mlp import ACTIVATIONS, cannot_fuse, gated_mlp
 from acceler8.recipes import Recipe
-from acceler8.scaling import AmaxSlot, AmaxState
+from tests.functional.mlps import PLAIN, Work, assert_same, slots_for
 from tests.functional.support import NAMES, sqnr_db
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAIN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "relu": F.relu}
 KINK = {"dgate": 16.2, "dx": 19.2}  # dB: 0.012 of the elements against a half; dx has as much of dup, which has none
 RESULTS = ("y", "dx", "dgate", "dup", "ddown")
 
@@ -42,14 +40,6 @@ class Mlp:
     def leaves(self, requires_grad: str = "x gate up down") -> list[Tensor]:
         wanted = requires_grad.split()
         return [self.of[name].detach().clone().requires_grad_(name in wanted) for name in ("x", "gate", "up", "down")]
-
-
-def slots_for(recipe: Recipe, device: str = "cpu") -> tuple[LinearSlots, LinearSlots] | None:
-    if not recipe.is_delayed:
-        return None
-    state = AmaxState([str(i) for i in range(6)], 4, "max", 1, torch.device(device))
-    places = [AmaxSlot(state, i) for i in range(6)]
-    return LinearSlots(*places[:3]), LinearSlots(*places[3:])
 
 
 def run(name: str | Recipe, mlp: Mlp, activation: str = "silu", **options: object) -> dict[str, Tensor]:
@@ -77,11 +67,6 @@ def one_by_one(name: str, mlp: Mlp, activation: str = "silu") -> dict[str, Tenso
     y = linear(PLAIN[activation](a) * b, down, recipe=recipe, slots=narrow)
     y.backward(mlp.of["dy"])
     return dict(zip(RESULTS, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True))
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
 
 
 # ------------------------------------------------------------------------------------------------------- numbers
@@ -226,24 +211,6 @@ def test_delayed_scaling_stages_what_the_layers_do():
 
 
 # ---------------------------------------------------------------------------------------------------------- work
-
-
-class Work(TorchDispatchMode):
-    """Counts GEMMs and the bytes of codes that casts write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gemms = self.codes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if str(func).startswith("acceler8."):
-            if "matmul" in str(func):
-                self.gemms += 1
-            else:
-                results = out if isinstance(out, (tuple, list)) else (out,)
-                self.codes += sum(t.numel() for t in results if t.element_size() == 1)
-        return out
 
 
 COMBINATIONS = [
