@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import acceler8
 from acceler8 import recipes
 from acceler8.conversion import Plan, fusions
-from acceler8.conversion.fusions import GatedMLP, find_gated_mlp, recognise
+from acceler8.conversion.find_mlp import GatedMLP, find_mlp, recognise
 from acceler8.errors import PlanError, VerifyError
 from acceler8.functional import LinearSlots
-from acceler8.nn import FusedGatedMLP, NormKind, state_of
+from acceler8.nn import FusedMLP, NormKind, state_of
 from acceler8.scaling import LINE, AmaxSlot
 from tests.models import batch
 
@@ -159,7 +159,7 @@ FOUND = [(Gated, "silu"), (Function, "gelu_tanh"), (Attribute, "relu"), (Wrapped
 @pytest.mark.parametrize(("kind", "activation"), FOUND, ids=[kind.__name__ for kind, _ in FOUND])
 @pytest.mark.parametrize("training", [True, False])
 def test_found_whatever_it_is_called(kind, activation, training):
-    assert find_gated_mlp(kind().train(training)) == GatedMLP(("a", "b", "c"), activation)
+    assert find_mlp(kind().train(training)) == GatedMLP(("a", "b", "c"), activation)
 
 
 # ------------------------------------------------------------------------------------------------------ near misses
@@ -335,7 +335,7 @@ MISSES: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("kind", MISSES, ids=lambda kind: kind.__name__)
 def test_near_misses(kind, training):
     model = kind().train(training)
-    assert find_gated_mlp(model) is None
+    assert not isinstance(find_mlp(model), GatedMLP)
     assert mlps(model) == []
     assert vars(model).get("calls", 0) == 0
     assert vars(model).get("kept", []) == []
@@ -382,13 +382,14 @@ def test_alike_modules_that_are_not():
         made.act = Act(slope)
         return made
 
-    model = nn.Sequential(Private(None), Private(0.5), with_act(1.0), with_act(1.702))
-    assert mlps(model) == ["0", "2"]
+    model = nn.Sequential(Private(None), Private(0.5), with_act(1.0), with_act(1.702), with_act(1.5))
+    assert mlps(model) == ["0", "2", "3"]
 
 
 def test_activations_by_their_values():
     assert recognise(nn.SiLU(inplace=True)) == "silu"
-    assert recognise(lambda t: t * torch.sigmoid(1.702 * t)) is None
+    assert recognise(lambda t: t * torch.sigmoid(1.702 * t)) == "quick_gelu"
+    assert recognise(lambda t: t * torch.sigmoid(1.7 * t)) is None
     assert recognise(lambda t: F.relu(t).square()) is None
     assert recognise(lambda t: t[0]) is None
     assert recognise(lambda t: None) is None
@@ -471,8 +472,8 @@ def test_planning_changes_nothing():
 
 def test_a_deep_model_is_traced_once(monkeypatch):
     traced: list[nn.Module] = []
-    find = fusions.find_gated_mlp
-    monkeypatch.setattr(fusions, "find_gated_mlp", lambda module: traced.append(module) or find(module))
+    find = fusions.find_mlp
+    monkeypatch.setattr(fusions, "find_mlp", lambda module: traced.append(module) or find(module))
     model = nn.Sequential(*(Gated(16, 16) for _ in range(100)))
     start = time.process_time()
     plan = acceler8.plan(model)
@@ -567,4 +568,4 @@ def test_verify_finds_scales_that_are_not_shared():
     layer.slots = LinearSlots(*(AmaxSlot(state_of(model).amax, LINE + i) for i in range(3)))
     with pytest.raises(VerifyError, match="layers: gate and up of '0' have different amax slots and are cast as one"):
         acceler8.verify(model, optimizer)
-    assert isinstance(model[0], FusedGatedMLP)
+    assert isinstance(model[0], FusedMLP)

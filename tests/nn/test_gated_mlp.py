@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 import acceler8
 from acceler8.errors import ShapeError
 from acceler8.health import record_statistics
-from acceler8.nn import Fp8Linear, FusedGatedMLP, fused_mlps
+from acceler8.nn import Fp8Linear, FusedMLP, fused_mlps
 from tests.models import assert_equal, batch, outcome
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 def fused(recipe: object = "rowwise", mlp: nn.Module | None = None) -> Model:
     model = acceler8.convert(Model(mlp), recipe)
-    assert isinstance(model.mlp, FusedGatedMLP)
+    assert isinstance(model.mlp, FusedMLP)
     return model
 
 

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from acceler8.nn import NormKind
 
-# "shared input": one cast; "merged linears": one operation; "gated MLP": one operation, with its activation; "norm":
-# hands codes of its result on to the layers that read it, and has one kernel for backward
-Kind = Literal["shared input", "merged linears", "gated MLP", "norm"]
+# "shared input": one cast; "merged linears": one operation; "gated MLP", "MLP": one operation, with its
+# activation; "norm": hands codes of its result on to the layers that read it, and has one kernel for backward
+Kind = Literal["shared input", "merged linears", "gated MLP", "MLP", "norm"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -21,10 +21,21 @@ class Fusion:
     name: str
     """Of the module."""
     layers: tuple[str, ...] = ()
-    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down; of a norm none."""
+    """Full names; of a gated MLP gate, up and down, or gate and up as one layer, and down; of an MLP the first and the
+    second; of a norm none."""
     activation: str = ""
     norm: NormKind | None = None
     """What a norm computes."""
+
+    @property
+    def is_mlp(self) -> bool:
+        """True for one operation with an activation inside."""
+        return self.kind in ("gated MLP", "MLP")
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The layers that read the module's input, full names: of an MLP all but the last."""
+        return self.layers[:-1] if self.is_mlp else self.layers
 
     @property
     def parts(self) -> tuple[str, ...]:

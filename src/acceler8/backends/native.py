@@ -22,11 +22,11 @@ from acceler8.functional import LinearSlots, linear
 from acceler8.kernels import HAVE_TRITON, has_hardware_matmul
 from acceler8.nn import (
     Fp8Linear,
-    FusedGatedMLP,
+    FusedMLP,
     FusedNorm,
-    GatedMLPState,
     LayerState,
     LinearGroup,
+    MLPState,
     NormKind,
     NormState,
     fp8_layers,
@@ -104,9 +104,10 @@ class NativeBackend(Backend):
                 state.codes.append(group.codes)
                 for name in fusion.layers:
                     made[name].group = group
-            if fusion.kind == "gated MLP":
+            if fusion.is_mlp:
                 names = tuple(name.rpartition(".")[2] for name in fusion.layers)
-                mlp = GatedMLPState(fusion.name, names, fusion.activation, plain_type(module))
+                is_gated = fusion.kind == "gated MLP"
+                mlp = MLPState(fusion.name, names, fusion.activation, plain_type(module), is_gated)
                 state.codes.append(mlp.codes)
                 fuse(module, mlp)
             if fusion.norm is not None:
@@ -125,7 +126,7 @@ class NativeBackend(Backend):
             if isinstance(module, Fp8Linear):
                 swap_class(module, Fp8Linear, nn.Linear)
                 del module.__dict__["_acceler8_layer"]
-            elif isinstance(module, FusedGatedMLP):
+            elif isinstance(module, FusedMLP):
                 unfuse(module)
             elif isinstance(module, FusedNorm):
                 unfuse_norm(module)
@@ -154,7 +155,7 @@ def _share(fusions: Sequence[tuple[Fusion, nn.Module]], layers: dict[str, LayerS
     for fusion, _ in fusions:
         if not fusion.layers:
             continue
-        first, *others = (layers[name] for name in fusion.layers[: -1 if fusion.kind == "gated MLP" else None])
+        first, *others = (layers[name] for name in fusion.readers)
         for layer in (first, *others):
             layer.readers = 1 + len(others)
         for layer in others:

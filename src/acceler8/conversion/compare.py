@@ -92,8 +92,7 @@ def _shared_inputs(plans: Mapping[str, Plan]) -> dict[str, str]:
     native = plans.get("native")
     first: dict[str, str] = {}
     for fusion in () if native is None else native.fusions:
-        readers = fusion.layers[:-1] if fusion.kind == "gated MLP" else fusion.layers
-        first |= {name: readers[0] for name in readers}
+        first |= {name: fusion.readers[0] for name in fusion.readers}
     return first
 
 

@@ -24,7 +24,7 @@ from acceler8 import backends
 from acceler8.backends import KINDS, STRATEGIES, Backend, BackendOptions, Fusion
 from acceler8.conversion.blocks import block_of, find_blocks
 from acceler8.conversion.filters import Filter, first_match, output_heads, tied_names
-from acceler8.conversion.fusions import find_fusions
+from acceler8.conversion.fusions import Known, find_fusions, not_fused
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
 from acceler8.conversion.speed import MEASURE, Forecast, Prediction, Speed, check_tokens, find_costs, ms, times
 from acceler8.costs import CostTable
@@ -116,7 +116,7 @@ class Plan:
     fp8_steps: StepWindow | None = None
     """The steps in which the layers are in FP8; None: all."""
     fusions: tuple[Fusion, ...] = ()
-    """FP8 layers that share work: codes of their input, or a whole gated MLP."""
+    """FP8 layers that share work: codes of their input, or a whole MLP."""
     fp8_last_layers: LastLayers | None = None
     """How many of the last ``blocks`` are in FP8 from which step on; None: all from the first."""
     blocks: tuple[str, ...] = ()
@@ -261,7 +261,7 @@ def plan(
     FP8 from each of these steps on (``blocks`` says what a block is); ``all`` is also what lies outside of the blocks.
     Both must allow a step. ``save_for_backward``, ``fp8``, ``fp8_compressed`` or ``bf16``, is what stays of activations
     until backward, in place of what the recipe says, or each recipe. ``fuse=False`` runs each layer by itself, where
-    otherwise those that read one activation share its codes, a gated MLP is one operation, and norms hand codes on to
+    otherwise those that read one activation share its codes, an MLP is one operation, and norms hand codes on to
     all that read their result.
     ``tokens`` is how many tokens (batch x sequence) one forward on one GPU has. With it and a cost table each row has
     predicted milliseconds, and a layer that would be slower in FP8 than in BF16 stays in BF16, unless a pattern of the
@@ -338,10 +338,13 @@ def plan(
             notes = []
     asked = {row.name for row in rows if filter_fn is not None or _is_asked_for(recipe, row.name)}
     kept = {row.name for row in rows if row.is_fp8} if not never_slower else asked
-    rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, fuse and engine.fuses)
+    known: Known | None = {} if fuse and engine.fuses else None
+    rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, known)
     made = _finish(model, recipe, engine, rows, window, fusions, options)
     made = dataclasses.replace(made, also=_also(model, recipe, engine, skip), options=options)
     made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
+    if known is not None:
+        made = dataclasses.replace(made, notes=(*made.notes, *not_fused(model, _recipes_of(recipe, rows), known)))
     return _by_depth(model, made, last_layers)
 
 
@@ -383,12 +386,12 @@ def _predict(
     rows: list[PlanRow],
     forecast: Forecast | None,
     kept: set[str],
-    fuses: bool,
+    known: Known | None,
 ) -> tuple[list[PlanRow], tuple[Fusion, ...], Speed | None]:
     """The rows with what is predicted, the fusions of those that become FP8, and the sum.
 
     Rows that FP8 would slow down are left, but for those in ``kept``. A layer that goes may part those that ran with it
-    as one, so they are asked again until none goes.
+    as one, so they are asked again until none goes. Without ``known`` nothing is fused.
     """
     modules = dict(model.named_modules())
     linears = {row.name: m for row in rows if isinstance(m := modules[module_name(row.name)], nn.Linear)}
@@ -397,7 +400,7 @@ def _predict(
     left: dict[str, Prediction] = {}
     while True:
         named = {module_name(name): own for name, own in recipes.items()}
-        fusions = find_fusions(model, named) if fuses else ()
+        fusions = find_fusions(model, named, known) if known is not None else ()
         if forecast is None:
             return rows, fusions, None
         found = forecast.of_layers({module_name(n): m for n, m in linears.items()}, named, fusions)
@@ -410,6 +413,12 @@ def _predict(
         recipes = {name: own for name, own in recipes.items() if name not in slower}
     rows = [_timed(row, linears.get(row.name), forecast, found.get(row.name), left.get(row.name)) for row in rows]
     return rows, fusions, _speed(rows, forecast)
+
+
+def _recipes_of(recipe: Recipe | LayerRecipes, rows: Iterable[PlanRow]) -> dict[str, Recipe]:
+    """By full name of the module, of those that become FP8."""
+    found = {name: recipe_of_layer(recipe, name)[1] for row in rows if row.is_fp8 for name in [module_name(row.name)]}
+    return {name: own for name, own in found.items() if own is not None}
 
 
 def _timed(
@@ -620,11 +629,10 @@ def _idle_policy(used: list[Recipe], fp8: list[PlanRow], fusions: tuple[Fusion, 
     """A warning if FP8 inputs are to be kept of what this plan does not run itself."""
     if not fp8 or not any(recipe.save_for_backward == "fp8_compressed" for recipe in used):
         return []
-    if any(fusion.norm is not None or fusion.kind == "gated MLP" for fusion in fusions):
+    if any(fusion.norm is not None or fusion.is_mlp for fusion in fusions):
         return []
     return [
-        "save_for_backward fp8_compressed keeps no less than fp8 here: none of this model's norms and gated MLPs runs"
-        " fused"
+        "save_for_backward fp8_compressed keeps no less than fp8 here: none of this model's norms and MLPs runs fused"
     ]
 
 

@@ -24,7 +24,7 @@ from acceler8.functional import WeightCodes
 from acceler8.kernels import Quantized, quantize
 from acceler8.nn import (
     Fp8Linear,
-    FusedGatedMLP,
+    FusedMLP,
     FusedNorm,
     LayerState,
     ModelState,
@@ -67,7 +67,7 @@ def verify(
     ``step`` is a function that does one whole training step (forward, backward, optimizer step); it is
     **called twice** and both are real steps. Then also: every parameter with a gradient and a learning rate
     changed (``moved``), and the second step's forward used codes of the weights as the first step left them
-    (``fresh``); and each gated MLP that ran as one operation gave what its layers give one by one on the step's own
+    (``fresh``); and each MLP that ran as one operation gave what its layers give one by one on the step's own
     input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
     is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
@@ -126,7 +126,7 @@ def _layers(model: nn.Module, state: ModelState, engine: Backend) -> tuple[list[
     return bad, f"{len(live)} FP8 layers as planned"
 
 
-def _names(mlp: FusedGatedMLP) -> list[str]:
+def _names(mlp: FusedMLP) -> list[str]:
     """Names of its layers at conversion."""
     state = mlp._acceler8_fusion
     return [f"{state.name}.{name}".lstrip(".") for name in state.layers]
@@ -385,7 +385,7 @@ def _codes_used(
 
 
 class _FusedRuns:
-    """Forward hooks on gated MLPs that can run as one, and on norms: whether they did, and if that gave what their
+    """Forward hooks on MLPs that can run as one, and on norms: whether they did, and if that gave what their
     layers give, or their author's forward.
     """
 
@@ -397,7 +397,7 @@ class _FusedRuns:
         self._names = {id(part): name for name, part in (*self.mlps.items(), *self.norms.items())}
 
     def __call__(self, mlp: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(mlp, FusedGatedMLP)
+        assert isinstance(mlp, FusedMLP)
         name = self._names[id(mlp)]
         if name in self.ran or not mlp.training:
             return
@@ -408,7 +408,10 @@ class _FusedRuns:
         want, got = (t.detach().double().nan_to_num() for t in (run_one_by_one(mlp, args[0]), output))
         first = mlp._modules[mlp._acceler8_fusion.layers[0]]
         assert isinstance(first, Fp8Linear)
-        error, allowed = (got - want).norm(), _noise(first._acceler8_layer.recipe) * want.norm()
+        error, allowed = (
+            (got - want).norm(),
+            _noise(first._acceler8_layer.recipe, mlp._acceler8_fusion.is_gated) * want.norm(),
+        )
         if not error <= allowed:
             self.bad.append(
                 f"{name} as one operation differs from its layers one by one by {error / want.norm():.1%} of its"
@@ -436,11 +439,13 @@ class _FusedRuns:
 
     def result(self) -> tuple[list[str], str]:
         """``(violations, what was covered)``."""
-        said = [
-            self._said(parts, what)
-            for parts, what in ((self.mlps, "gated MLPs ran as one operation"), (self.norms, "norms ran in one kernel"))
-            if parts
-        ]
+        gated = [name for name, mlp in self.mlps.items() if mlp._acceler8_fusion.is_gated]
+        covered = (
+            (gated, "gated MLPs ran as one operation"),
+            ([name for name in self.mlps if name not in gated], "MLPs ran as one operation"),
+            (self.norms, "norms ran in one kernel"),
+        )
+        said = [self._said(parts, what) for parts, what in covered if parts]
         return self.bad, ", ".join(said)
 
     def _said(self, parts: Collection[str], what: str) -> str:
@@ -454,15 +459,17 @@ class _FusedRuns:
         return f"{ran} of {len(parts)} {what}{''.join(said)}"
 
 
-def _noise(recipe: Recipe) -> float:
-    """What two runs of a gated MLP may differ by, relative, if they share no rounding: noise adds up in squares.
+def _noise(recipe: Recipe, is_gated: bool) -> float:
+    """What two runs of an MLP may differ by, relative, if they share no rounding: noise adds up in squares.
 
-    A cast leaves noise of 2.7 % in E4M3 and 5.3 % in E5M2 (Gaussian data). The output holds five casts of
-    activations (that of x twice, as one, through gate and through up, and the product) and three of weights.
+    A cast leaves noise of 2.7 % in E4M3 and 5.3 % in E5M2 (Gaussian data). The output of a gated one holds five casts
+    of activations (that of x twice, as one, through gate and through up, and the product) and three of weights; without
+    a gate they are two and two.
     """
+    activations, weights = (5, 3) if is_gated else (2, 2)
     noise = {E4M3: 0.027, E5M2: 0.053}
     a, b = (noise[operand.format] for operand in (recipe.fprop.a, recipe.fprop.b) if operand.format is not None)
-    return float((2 * (5 * a**2 + 3 * b**2)) ** 0.5)
+    return float((2 * (activations * a**2 + weights * b**2)) ** 0.5)
 
 
 class _CompareFused:
@@ -472,7 +479,7 @@ class _CompareFused:
         self.names, self.seen, self.bad = names, seen, bad
 
     def __call__(self, mlp: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(mlp, FusedGatedMLP)
+        assert isinstance(mlp, FusedMLP)
         if self.seen.issuperset(self.names) or not mlp.training or not args:
             return
         self.seen.update(self.names)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from acceler8.nn.deferred_logits import DeferredLogits
-from acceler8.nn.gated_mlp import (
-    FusedGatedMLP,
-    GatedMLPState,
+from acceler8.nn.group import LinearGroup
+from acceler8.nn.head_loss import FusedHeadLoss, HeadLossState, fused_heads
+from acceler8.nn.linear import Fp8Linear, LayerState
+from acceler8.nn.mlp import (
+    FusedMLP,
+    MLPState,
     fuse,
     fused_mlps,
     run_as_one,
     run_one_by_one,
     unfuse,
 )
-from acceler8.nn.group import LinearGroup
-from acceler8.nn.head_loss import FusedHeadLoss, HeadLossState, fused_heads
-from acceler8.nn.linear import Fp8Linear, LayerState
 from acceler8.nn.model_state import (
     ModelState,
     converted_layers,
@@ -31,13 +31,13 @@ from acceler8.nn.norm import FusedNorm, NormKind, NormState, fuse_norm, fused_no
 __all__ = [
     "DeferredLogits",
     "Fp8Linear",
-    "FusedGatedMLP",
     "FusedHeadLoss",
+    "FusedMLP",
     "FusedNorm",
-    "GatedMLPState",
     "HeadLossState",
     "LayerState",
     "LinearGroup",
+    "MLPState",
     "ModelState",
     "NormKind",
     "NormState",
