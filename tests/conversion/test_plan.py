@@ -441,7 +441,7 @@ def test_what_is_kept_for_backward_is_the_plans_before_the_recipes():
     assert "kept for backward" not in str(acceler8.plan(model))
     plan = acceler8.plan(model, recipes.get("rowwise", save_for_backward="fp8"), save_for_backward="fp8_compressed")
     assert plan.recipe == recipes.get("rowwise", save_for_backward="fp8_compressed")
-    assert "kept for backward: inputs of norms and gated activations in FP8 (1x128)" in str(plan)
+    assert "kept for backward: inputs of norms and MLPs' activations in FP8 (1x128)" in str(plan)
     assert plan.warnings == ()
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert "kept for backward: inputs as they are" in str(acceler8.plan(model, save_for_backward="bf16"))

@@ -24,6 +24,10 @@ from acceler8.errors import RunError, unknown_name
 from acceler8.formats import E4M3
 from acceler8.kernels import (
     Quantized,
+    activation_backward,
+    activation_backward_ref,
+    activation_forward,
+    activation_ref,
     amax_ref,
     compute_amax,
     gated,
@@ -276,6 +280,47 @@ def _gated_backward_op(granularity: Granularity) -> Op:
     return Op(name=f"gated backward {granularity}", make=make, check=check)
 
 
+def _activation_op(granularity: Granularity) -> Op:
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        x = _normal(*shape, device)
+        return lambda: activation_forward(x, "gelu", E4M3, None, granularity), x.numel() * 3
+
+    def check(device: torch.device) -> str:
+        x = _normal(*CHECKED_SHAPE, device).float()
+        rows, _, act = activation_forward(x, "gelu", E4M3, None, granularity, high_precision=True)
+        assert act is not None
+        exact = activation_ref(x.double(), "gelu")
+        return _first(_far("act", act, exact, 1e-5), _differs("rows", rows, act, granularity))
+
+    return Op(name=f"activation {granularity} rows", make=make, check=check)
+
+
+def _activation_backward_op(granularity: Granularity) -> Op:
+    """With the sums over tokens, which are a bias's gradient."""
+
+    def make(shape: tuple[int, int], device: torch.device) -> tuple[Call, int]:
+        x, d = _normal(*shape, device), _normal(*shape, device, 1)
+        operands = d, x, "gelu", E4M3, E4M3, E4M3, granularity
+        return lambda: activation_backward(*operands, sums=True), x.numel() * 7
+
+    def check(device: torch.device) -> str:
+        x, d = _normal(*CHECKED_SHAPE, device).float(), _normal(*CHECKED_SHAPE, device, 1).float()
+        operands = d, x, "gelu", E4M3, E4M3, E4M3, granularity
+        rows, cols, act_cols, own, sums = activation_backward(*operands, high_precision=True, sums=True)
+        act = activation_forward(x, "gelu", None, None, granularity, high_precision=True)[2]
+        assert own is not None and act is not None and sums is not None
+        exact, _ = activation_backward_ref(d.double(), x.double(), "gelu")
+        return _first(
+            _far("gradient", own, exact, 1e-5),
+            _far("sums", sums, exact.sum(0), 1e-5),
+            _differs("rows", rows, own, granularity),
+            _differs("columns", cols, own.t(), granularity),
+            _differs("act", act_cols, act.t(), granularity),
+        )
+
+    return Op(name=f"activation backward {granularity}", make=make, check=check)
+
+
 def _norm_op(codes: bool) -> Op:
     rows = E4M3 if codes else None
 
@@ -360,6 +405,8 @@ def all_ops() -> list[Op]:
         *(_concatenated_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_128x128)),
         *(_gated_op(g, cols) for g in (TENSORWISE, ROWWISE, BLOCK_1x128) for cols in (False, True)),
         *(_gated_backward_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),
+        *(_activation_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),
+        *(_activation_backward_op(g) for g in (TENSORWISE, ROWWISE, BLOCK_1x128)),
         _norm_op(codes=False),
         _norm_op(codes=True),
         _add_norm_op(),

@@ -37,9 +37,9 @@ def convert(
 ) -> nn.Module:
     """Make the layers that ``plan`` names FP8, in place, and return the same model.
 
-    Modules, Parameters, hooks, state_dict keys and ties stay as they are; layers get another class, and so do the gated
-    MLPs and norms that the plan lists as fused, each a subclass of the class that it had. In training the sums of such
-    a norm run in another order than its author's. ``plan`` may also be what ``plan()`` takes as a recipe; then the plan
+    Modules, Parameters, hooks, state_dict keys and ties stay as they are; layers get another class, and so do the MLPs
+    and norms that the plan lists as fused, each a subclass of the class that it had. In training the sums of such a
+    norm run in another order than its author's. ``plan`` may also be what ``plan()`` takes as a recipe; then the plan
     is made here, with ``fp8_steps``, ``fp8_last_layers`` and ``save_for_backward``.
     ``clock`` shares a step clock among several models.
     Raises: PlanError if the model is converted already or is not the one that was planned (what differs is

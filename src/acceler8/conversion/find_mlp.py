@@ -94,7 +94,8 @@ def find_mlp(module: nn.Module) -> GatedMLP | MLP | OnlyInEval | None:
     in_training, in_eval = (_find_in_mode(module, training=training) for training in (True, False))
     if in_training == in_eval:
         return in_eval
-    return OnlyInEval(in_eval, _dropout_said(module)) if in_training is None and in_eval is not None else None
+    undropped = _find_in_mode(module, training=True, drops=False)
+    return OnlyInEval(in_eval, _dropout_said(module)) if in_eval is not None and undropped == in_eval else None
 
 
 def _dropout_said(module: nn.Module) -> str:
@@ -103,7 +104,8 @@ def _dropout_said(module: nn.Module) -> str:
     return "dropout" if used is None else f"dropout (p = {used:g})"
 
 
-def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | MLP | None:
+def _find_in_mode(module: nn.Module, *, training: bool, drops: bool = True) -> GatedMLP | MLP | None:
+    """What ``module`` is in training or in evaluation; without ``drops`` if its dropouts did nothing."""
     ONE_AT_A_TIME.acquire()
     tracer, dice = _ChildrenAreLeaves(), random.getstate()
     try:
@@ -120,7 +122,7 @@ def _find_in_mode(module: nn.Module, *, training: bool) -> GatedMLP | MLP | None
         ONE_AT_A_TIME.release()
     if threw_dice or len(tracer.modes) > 1 or before != contents(twin):
         return None
-    return _match_gated(graph, module) or _match(graph, module, training)
+    return _match_gated(graph, module) or _match(graph, module, training, drops)
 
 
 def _match_gated(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
@@ -150,7 +152,7 @@ def _match_gated(graph: fx.Graph, module: nn.Module) -> GatedMLP | None:
     return None
 
 
-def _match(graph: fx.Graph, module: nn.Module, training: bool) -> MLP | None:
+def _match(graph: fx.Graph, module: nn.Module, training: bool, drops: bool) -> MLP | None:
     """Without a gate. What lies between the layers is run on numbers as it is, so the activation may also be written
     out, with a dropout of nothing behind it; what lies behind the second layer must do nothing.
     """
@@ -163,8 +165,8 @@ def _match(graph: fx.Graph, module: nn.Module, training: bool) -> MLP | None:
     at, behind = nodes.index(first), nodes.index(second)
     if at != 1 or first.args != (x,) or first.kwargs or second.kwargs or len(second.args) != 1:
         return None
-    between = _function_of(nodes[at + 1 : behind], first, second.args[0], module, training)
-    after = _function_of(nodes[behind + 1 : -1], second, output.args[0], module, training)
+    between = _function_of(nodes[at + 1 : behind], first, second.args[0], module, training, drops)
+    after = _function_of(nodes[behind + 1 : -1], second, output.args[0], module, training, drops)
     if between is None or after is None or not _does_nothing(after):
         return None
     kind = recognise(between)
@@ -172,13 +174,13 @@ def _match(graph: fx.Graph, module: nn.Module, training: bool) -> MLP | None:
 
 
 def _function_of(
-    nodes: list[Any], argument: Any, result: Any, module: nn.Module, training: bool
+    nodes: list[Any], argument: Any, result: Any, module: nn.Module, training: bool, drops: bool
 ) -> Callable[[Tensor], Tensor] | None:
     """What ``nodes`` make of the result of ``argument``, if each of them is a function of numbers and they read nothing
     else, nor is one of them idle.
     """
     readable = {argument, *nodes}
-    steps = {node: step for node in nodes if (step := _step(node, module, training)) is not None}
+    steps = {node: step for node in nodes if (step := _step(node, module, training, drops)) is not None}
     is_closed = all(node.users and readable.issuperset(node.all_input_nodes) for node in nodes)
     if len(steps) < len(nodes) or not is_closed or result not in readable:
         return None
@@ -193,14 +195,20 @@ def _function_of(
     return function
 
 
-def _step(node: Any, module: nn.Module, training: bool) -> Callable[..., Any] | None:
+def _step(node: Any, module: nn.Module, training: bool, drops: bool) -> Callable[..., Any] | None:
     """What a node of a trace does, on numbers; None if it is no function of them, element by element."""
     if node.op == "call_module":
         child = module._modules.get(str(node.target))
         if child is None or next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
             return None
-        forward: Callable[..., Any] = copy.deepcopy(child).train(training).forward
+        twin = copy.deepcopy(child).train(training)
+        for part in twin.modules():
+            if isinstance(part, _DropoutNd) and not drops:
+                part.p = 0.0
+        forward: Callable[..., Any] = twin.forward
         return forward
+    if node.op == "call_function" and node.target is F.dropout and not drops:
+        return lambda t, *_, **__: t
     if node.op == "call_method" and node.target in _METHODS:
         return lambda t, *more, **options: getattr(t, node.target)(*more, **options)
     is_function = node.op == "call_function" and callable(node.target) and node.target is not operator.getitem

@@ -408,10 +408,8 @@ class _FusedRuns:
         want, got = (t.detach().double().nan_to_num() for t in (run_one_by_one(mlp, args[0]), output))
         first = mlp._modules[mlp._acceler8_fusion.layers[0]]
         assert isinstance(first, Fp8Linear)
-        error, allowed = (
-            (got - want).norm(),
-            _noise(first._acceler8_layer.recipe, mlp._acceler8_fusion.is_gated) * want.norm(),
-        )
+        noise = _noise(first._acceler8_layer.recipe, mlp._acceler8_fusion.is_gated)
+        error, allowed = (got - want).norm(), noise * want.norm()
         if not error <= allowed:
             self.bad.append(
                 f"{name} as one operation differs from its layers one by one by {error / want.norm():.1%} of its"

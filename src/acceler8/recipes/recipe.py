@@ -34,7 +34,7 @@ from acceler8.scaling import (
 Role = Literal["x", "w", "dy"]
 _GEMM_ROLES: dict[str, tuple[Role, Role]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 SAVE_POLICIES = ("fp8", "fp8_compressed", "bf16")
-_COMPRESSED = "inputs of norms and gated activations in FP8 (1x128), with what follows them made again; other FP8 codes"
+_COMPRESSED = "inputs of norms and MLPs' activations in FP8 (1x128), with what follows made again; other FP8 codes"
 _GRANULARITY_PAIRS = {
     "x": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
     "dy": (TENSORWISE, ROWWISE, BLOCK_1x128, MX_1x32),
@@ -121,7 +121,7 @@ class Recipe:
     """What a layer in eval() mode computes in."""
     save_for_backward: Literal["fp8", "fp8_compressed", "bf16"] = "fp8"
     """What stays between forward and backward: ``fp8``, the codes that wgrad multiplies, or an input that its maker
-    keeps anyway; ``fp8_compressed``, also the inputs of gated activations and of norms in FP8, with a scale for 128
+    keeps anyway; ``fp8_compressed``, also the inputs of MLPs' activations and of norms in FP8, with a scale for 128
     elements of a row, and what follows them made again; ``bf16``, inputs as they are, cast in backward."""
     skip: tuple[str, ...] = ()
     """Layers that stay in high precision: a name, a dotted prefix or suffix of one, or a glob (``layers.0.*``)."""
