@@ -15,7 +15,7 @@ from acceler8.bench.llama import Llama
 from acceler8.bench.presets import PRESETS, Preset
 from acceler8.bench.results import Row
 from acceler8.bench.timing import Spread
-from acceler8.nn import gated_mlp, group
+from acceler8.nn import group, mlp
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_they_run_as_one_where_the_model_does(least: Preset, parameters: str, mo
         monkeypatch.setattr(module, name, lambda *args, **rest: (calls.append(name), original(*args, **rest))[1])
 
     counted(group, "linears")
-    counted(gated_mlp, "run_as_one")
+    counted(mlp, "run_as_one")
     units = {unit.name: unit for unit in preset_layers.units(dataclasses.replace(least, parameters=parameters))}
     for name, operation in (("q, k, v", "linears"), ("gate, up", "linears"), ("gate, up, down", "run_as_one")):
         operands = Operands(units[name], CPU)

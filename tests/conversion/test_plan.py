@@ -479,8 +479,10 @@ def test_what_cannot_be_kept_for_backward():
 
 def test_a_policy_that_keeps_no_less_is_warned_of():
     warning = "save_for_backward fp8_compressed keeps no less than fp8 here"
-    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
     assert any(warning in w for w in acceler8.plan(plain, save_for_backward="fp8_compressed").warnings)
+    mlp = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    assert acceler8.plan(mlp, save_for_backward="fp8_compressed").warnings == ()
     assert any(warning in w for w in acceler8.plan(llama(), save_for_backward="fp8_compressed", fuse=False).warnings)
     assert not any(warning in w for w in acceler8.plan(plain, save_for_backward="bf16").warnings)
     assert acceler8.plan(Mlp(), save_for_backward="fp8_compressed").warnings == ()  # it has a norm

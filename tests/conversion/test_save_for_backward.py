@@ -109,7 +109,7 @@ def test_seven_tenths_of_the_bytes(name):
     assert sizes["fp8_compressed"] <= 0.45 * nbytes(plain), (sizes, nbytes(plain))
     assert sizes["bf16"] <= nbytes(plain)
     ours = {name for tensors in held.values() for name, _ in tensors if name.startswith("_")}
-    assert ours == {"_Norm", "_Linears", "_Linear", "_GatedMLP"}
+    assert ours == {"_Norm", "_Linears", "_Linear", "_MLP"}
     # of ours nothing is in high precision but a number for a row or a block
     of_ours = [t for name, t in held["fp8_compressed"] if name in ours]
     assert all(t.dtype.itemsize == 1 or t.numel() <= 2 * TOKENS * HIDDEN // 128 for t in of_ours)
@@ -131,7 +131,7 @@ def test_each_tensor_that_is_kept_of_a_block():
     for policy, tensors in held.items():
         of_gate_up = gate_up.get(policy, [("torch.bfloat16", 2 * m * h)])
         # what the norm keeps too is counted there: nothing is kept for q, k and v, or for gate and up
-        assert of(tensors, "_Linears", "_GatedMLP") == sorted([*of_gate_up, *of_x[policy] * 2] * LAYERS)
+        assert of(tensors, "_Linears", "_MLP") == sorted([*of_gate_up, *of_x[policy] * 2] * LAYERS)
     assert of(held["fp8_compressed"], "_Linear") == sorted(x_codes * LAYERS)  # o_proj, behind no norm
 
 
@@ -246,7 +246,7 @@ def test_recipes_by_pattern_keep_what_each_says():
     assert of(tensors, "_Linears") == sorted(
         [("torch.float8_e4m3fn", TOKENS * WIDTH), ("torch.float32", WIDTH)] * LAYERS
     )
-    assert ("torch.bfloat16", 2 * TOKENS * HIDDEN) not in of(tensors, "_GatedMLP")
+    assert ("torch.bfloat16", 2 * TOKENS * HIDDEN) not in of(tensors, "_MLP")
     step(model)
     nothing = acceler8.convert(llama(), {"*.mlp.*": less, "*": fp8}, save_for_backward="fp8")
     assert_equal(step(nothing), step(converted("rowwise", "fp8")))

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from acceler8.functional import mlp as functional
 from acceler8.functional.gated_mlp import gated_mlp
+from acceler8.functional.mlp import mlp as ungated_mlp
 from acceler8.functional.weight_codes import WeightCodes
 from acceler8.nn.class_change import OF_EVERY_MODULE, AuthorsClass, is_to_be_called, swap_class, what_changed
 from acceler8.nn.linear import Fp8Linear
@@ -148,7 +148,7 @@ def run_as_one(
         slots = wide.slots._replace(records=records), narrow.slots._replace(records=records)
     activation, recipe = mlp._acceler8_fusion.activation, wide.recipe
     if not mlp._acceler8_fusion.is_gated:
-        return functional.mlp(
+        return ungated_mlp(
             x,
             gate.weight,
             gate.bias,
