@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn.modules import module as torch_module
 
 import acceler8
@@ -18,6 +15,7 @@ from acceler8.errors import ShapeError
 from acceler8.health import record_statistics
 from acceler8.nn import Fp8Linear, FusedMLP, fused_mlps
 from tests.models import assert_equal, batch, outcome
+from tests.nn.fused import copied, near, operations, pickled, why_not
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
 
@@ -85,15 +83,6 @@ def unfused(recipe: object = "rowwise") -> Model:
     return acceler8.convert(model, acceler8.plan(model, recipe, fuse=False))
 
 
-def why_not(model: Model) -> str | None:
-    return model.mlp._acceler8_fusion.why_not
-
-
-def near(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 0.02) -> None:
-    for name in want:
-        assert (got[name] - want[name]).norm() <= limit * want[name].norm(), name
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_runs_as_one_and_gives_what_the_layers_give(recipe):
     model = fused(recipe)
@@ -157,6 +146,10 @@ def activation_replaced(model: Model) -> None:
     model.mlp.act = nn.ReLU()
 
 
+def activation_changed_inside(model: Model) -> None:
+    model.mlp.act.inner.inplace = True
+
+
 def attribute_changed(model: Model) -> None:
     model.mlp.note = "another"
 
@@ -188,6 +181,7 @@ REASONS: list[tuple[Callable[[Model], None], str]] = [
     (hook_inside_the_activation, "act has a hook"),
     (layer_replaced, "w3 is a Linear"),
     (activation_replaced, "act is not what it was at conversion"),
+    (activation_changed_inside, "act.inner.inplace is not what it was at conversion"),
     (attribute_changed, "note is not what it was at conversion"),
     (forward_set, "w1 has a forward of its own"),
     (gate_frozen, "one of w1 and w3 is frozen"),
@@ -260,19 +254,6 @@ def test_a_sharded_child(tmp_path):
         assert why_not(model) == "w1 is a FSDPFp8Linear"
     finally:
         dist.destroy_process_group()
-
-
-def operations(model: Model, **options: object) -> tuple[Callable[[Tensor], Tensor], list[str]]:
-    """``model`` compiled, and the names of acceler8's operations in the forward graphs that were made of it."""
-    found: list[str] = []
-
-    def note(module: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        found.extend(str(node.target) for node in module.graph.nodes if "acceler8" in str(node.target))
-        return make_boxed_func(module)
-
-    return torch.compile(
-        model, backend=aot_autograd(fw_compiler=note, bw_compiler=lambda m, _: make_boxed_func(m)), **options
-    ), found
 
 
 # Dynamo itself does this with every autograd.Function that it traces (torch 2.13)
@@ -363,17 +344,6 @@ def test_restore_gives_the_very_class_back_and_hooks_stay():
     assert "_acceler8_fusion" not in model.mlp.__dict__
     assert torch.equal(model(batch()), plain(batch()))
     assert len(calls) == 4
-
-
-def copied(model: Model) -> Model:
-    return copy.deepcopy(model)
-
-
-def pickled(model: Model) -> Model:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("twin_of", [copied, pickled])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import acceler8
@@ -18,6 +15,7 @@ from acceler8.errors import ShapeError
 from acceler8.health import record_statistics
 from acceler8.nn import Fp8Linear, FusedMLP, fused_mlps
 from tests.models import assert_equal, batch, outcome
+from tests.nn.fused import copied, near, operations, pickled, why_not
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
 WEIGHTS = ["c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"]
@@ -63,15 +61,6 @@ def fused(recipe: object = "rowwise", mlp: nn.Module | None = None) -> Model:
 def unfused(recipe: object = "rowwise") -> Model:
     model = Model()
     return acceler8.convert(model, acceler8.plan(model, recipe, fuse=False))
-
-
-def why_not(model: Model) -> str | None:
-    return model.mlp._acceler8_fusion.why_not
-
-
-def near(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 0.02) -> None:
-    for name in want:
-        assert (got[name] - want[name]).norm() <= limit * want[name].norm(), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -245,25 +234,13 @@ def test_errors_are_those_of_the_layers():
 # ---------------------------------------------------------------------------------------------------------- compiled
 
 
-def operations(model: Model) -> tuple[Callable[[Tensor], Tensor], list[str]]:
-    """``model`` compiled, and the names of acceler8's operations in the graphs that were made of its forward."""
-    found: list[str] = []
-
-    def note(module: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        found.extend(str(node.target) for node in module.graph.nodes if "acceler8" in str(node.target))
-        return make_boxed_func(module)
-
-    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda m, _: make_boxed_func(m))
-    return torch.compile(model, backend=backend, fullgraph=True), found
-
-
 # Dynamo itself does this with every autograd.Function that it traces (torch 2.13)
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be inst:DeprecationWarning")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiles_in_one_graph_and_runs_as_one_there(recipe):
     torch.compiler.reset()
     model, twin = fused(recipe), fused(recipe)
-    call, found = operations(model)
+    call, found = operations(model, fullgraph=True)
     for _ in range(2):
         assert_equal(outcome(model, batch(), call), outcome(twin, batch()))
         acceler8.step(model)
@@ -301,17 +278,6 @@ def test_restore_gives_the_very_class_back():
     assert type(model.mlp) is Ungated
     assert "_acceler8_fusion" not in model.mlp.__dict__
     assert_equal(outcome(model, batch()), outcome(Model(), batch()))
-
-
-def copied(model: Model) -> Model:
-    return copy.deepcopy(model)
-
-
-def pickled(model: Model) -> Model:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("twin_of", [copied, pickled])
