@@ -479,7 +479,7 @@ def test_without_gradients_nothing_is_kept_or_cast_for_them(kind, policy, monkey
     def refuse(x: Tensor) -> None:
         raise AssertionError("compressed for nothing")
 
-    for module in ("gated_mlp", "norm"):
+    for module in ("mlp", "norm"):
         monkeypatch.setattr(sys.modules[f"acceler8.functional.{module}"], "compress", refuse)
     block = Block(kind, with_policy("rowwise", policy))
     want = Block(kind, "rowwise").run()
