@@ -284,7 +284,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         if isinstance(made, LayerRecipes):
             return made.and_skip(skip)
         if made is not None:
-            return made.replace(skip=skip)
+            renamed: Recipe = made.replace(skip=skip)
+            return renamed
         is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
         default = None if is_own else backends.find(self.backend).default_recipe
         return recipe_of(self.effective, self._fp8_backend.value, default)
