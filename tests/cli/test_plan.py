@@ -70,6 +70,8 @@ def test_a_function_a_configuration_and_json(capsys, tmp_path):
 
 
 def test_what_cannot_be_planned_is_one_line(capsys):
+    said = fails(capsys, "llama3-8b-4l", "--compare", "--gpu", "NVIDIA H300")
+    assert "unknown GPU of a cost table 'NVIDIA H300'" in said
     assert "cannot take 'tests.cli.test_plan:smal'" in fails(capsys, "tests.cli.test_plan:smal")
     assert "--backend native and --compare" in fails(capsys, "tiny", "--backend", "native", "--compare")
     assert "unknown backend 'torcha'; did you mean 'torchao'" in fails(capsys, "tiny", "--backend", "torcha")

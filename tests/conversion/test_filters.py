@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+import acceler8
 from acceler8.conversion.filters import matches, output_heads, tied_names
+from acceler8.errors import PlanError
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,9 @@ def test_tied_names():
     assert tied_names(model) == []
     model["c"].weight = model["a"].weight
     assert tied_names(model) == [("a.weight", "c.weight")]
+
+
+@pytest.mark.parametrize("filter_fn", ["mlp", ["*.mlp.*"]])
+def test_a_filter_that_is_no_function_is_said(filter_fn):
+    with pytest.raises(PlanError, match=r"filter_fn got a (str|list); allowed: a function \(name, module\) -> bool"):
+        acceler8.plan(nn.Sequential(nn.Linear(32, 32)), filter_fn=filter_fn)

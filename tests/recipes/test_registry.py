@@ -96,3 +96,9 @@ WRONG = [
 def test_unknown_names(call, message):
     with pytest.raises(RecipeError, match=message):
         call()
+
+
+def test_torchaos_name_is_rowwise_with_wgrad_in_high_precision():
+    plain = recipes.get("rowwise", pow2_scales=True)
+    assert recipes.get("rowwise_with_gw_hp", pow2_scales=True) == plain.with_gemms(wgrad=False)
+    assert "rowwise_with_gw_hp" not in recipes.names()

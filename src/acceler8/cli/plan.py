@@ -53,7 +53,7 @@ def plan(
         rows = compare_backends(built, recipe, device=device, **timed, **options)
         _put(as_json, [row.to_dict() for row in rows], render(rows, tokens))
         return
-    made = make_plan(built, recipe, backend or "native", **(timed if backend in ("", "native") else {}), **options)
+    made = make_plan(built, recipe, backend or "native", **timed, **options)
     _put(as_json, made.to_dict(), str(made))
 
 

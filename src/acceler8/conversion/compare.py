@@ -64,6 +64,7 @@ def compare(
     """A row for every backend that there is, those that cannot run with the reason.
 
     ``device`` is where the model will train, for capabilities; None: where it is. ``arguments`` are those of ``plan``.
+    Raises: PlanError if no backend can, with the native one's reason.
     """
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
@@ -77,6 +78,8 @@ def compare(
             plans[name] = make_plan(model, recipe, name, tokens=tokens, gpu=gpu, **arguments)
         except (PlanError, RecipeError) as error:
             problems[name] = str(error)
+    if not plans:  # a typo, then, and no backend's fault
+        raise PlanError(problems["native"])
     groups = _shared_inputs(plans)
     rows = []
     for name in backends.names():

@@ -276,6 +276,11 @@ def plan(
         none, and a GPU without a table. RunError for a cost table that cannot be read.
     """
     check_tokens(tokens, never_slower)
+    if filter_fn is not None and not callable(filter_fn):
+        raise PlanError(
+            f"filter_fn got a {type(filter_fn).__name__}; allowed: a function (name, module) -> bool, True for layers"
+            " that may be FP8; names and patterns go to skip, or to recipe as a mapping"
+        )
     engine = backends.get(backend)
     engine.check_options(options)
     recipe, window = engine.recipe_for(recipe, options), _window(fp8_steps)

@@ -45,6 +45,19 @@ class StateFormats(NamedTuple):
         return any(m in ("fp16", "fp8") for m in self.moments) or self.master == "fp16"
 
 
+def with_formats(group: Mapping[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
+    """The group with the constructor's words for formats as the keys that groups keep: ``moments`` is that of every
+    moment, ``exp_avg`` that of one.
+    """
+    made = dict(group)
+    of_all = made.pop("moments", None)
+    for name in moments:
+        asked = made.pop(name, of_all)
+        if asked is not None:
+            made.setdefault(f"{name}_format", asked)
+    return made
+
+
 def check_group(group: Mapping[str, Any], moments: tuple[str, ...]) -> None:
     """Raises ShapeError or DtypeError for a format that is unknown or that a parameter of the group cannot have."""
     for key, valid in (

@@ -95,6 +95,8 @@ _RECIPES: dict[str, tuple[Callable[..., Recipe], str]] = {
     "activations_only": (_activations_only, "E4M3"),
 }
 DEFAULT = "rowwise"
+GW_HP = "rowwise_with_gw_hp"
+"""torchao's name for ``rowwise`` with wgrad in high precision, which ``get`` takes too."""
 
 
 def names() -> tuple[str, ...]:
@@ -108,8 +110,11 @@ def get(name: str = DEFAULT, *, formats: str | None = None, **fields: Any) -> Re
     ``formats`` is ``E4M3``, ``HYBRID`` (E4M3 forward, E5M2 gradients) or ``E5M2`` (x and dy in E5M2, w in
     E4M3); default HYBRID for tensorwise and delayed, E4M3 for the rest. ``fields`` are fields of Recipe
     (``eval``, ``skip``, ``pow2_scales``, ``save_for_backward``) and, for ``delayed``, of DelayedScaling.
+    ``rowwise_with_gw_hp``, torchao's name, is ``rowwise`` with wgrad in high precision.
     Raises: RecipeError for an unknown name, format policy or field; the message names the nearest valid one.
     """
+    if name == GW_HP:
+        return get("rowwise", formats=formats, **fields).with_gemms(wgrad=False)
     if name not in _RECIPES:
         raise RecipeError(unknown_name("recipe", name, _RECIPES))
     build, policy = _RECIPES[name]
