@@ -7,7 +7,7 @@ and master weights are, makes them when a parameter first has a gradient, and ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +15,28 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from acceler8.errors import DtypeError, ShapeError
+from acceler8.errors import DtypeError, HardwareError, ShapeError
 from acceler8.formats import FP16_POW2
 from acceler8.optim import saving
-from acceler8.optim.formats import StateFormats, check_group, formats_of
+from acceler8.optim.formats import StateFormats, check_group, check_parameter, formats_of
+from acceler8.optim.settle import entries_of, is_settled, settle, stored_formats
 from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, shard, write_blocks
 from acceler8.optim.summary import StateSummary, summarise
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Known(NamedTuple):
+    """What is known of a parameter, as long as it has that dtype and contiguity. formats: those that state is made in.
+
+    number: its place among all parameters.
+    """
+
+    dtype: torch.dtype
+    is_contiguous: bool
+    formats: StateFormats
+    entries: dict[str, torch.dtype]
+    number: int
 
 
 class StateFormatsOptimizer(Optimizer):
@@ -39,7 +53,7 @@ class StateFormatsOptimizer(Optimizer):
     MOMENTS: ClassVar[tuple[Moment, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._formats: dict[Tensor, tuple[torch.dtype, StateFormats, int]] = {}
+        self._formats: dict[Tensor, _Known] = {}
         super().__init__(params, defaults)
 
     def update(self, device: torch.device, rows: Sequence[Row]) -> None:
@@ -64,24 +78,35 @@ class StateFormatsOptimizer(Optimizer):
         return tuple(moment.name for moment in cls.MOMENTS)
 
     def formats_of(self, p: Tensor) -> StateFormats:
-        """Formats of one parameter, and why they are not what its group asks for, if they are not."""
-        return self._known(p)[1]
+        """Formats of one parameter's state as it is stored, or will be, and why they are not what its group asks for.
 
-    def _known(self, p: Tensor) -> tuple[torch.dtype, StateFormats, int]:
-        """Dtype, formats and number among all parameters."""
+        Raises: DtypeError for a state of tensors that no format has.
+        """
+        wanted, state = self.wanted_formats(p), self.state.get(p)
+        return stored_formats(p, state, self.MOMENTS, wanted) if state and "step" in state else wanted
+
+    def wanted_formats(self, p: Tensor) -> StateFormats:
+        """Formats in which state of ``p`` is made or loaded now: its group's, as far as the parameter can have them."""
+        return self._known(p, shard(p).is_contiguous()).formats
+
+    def _known(self, p: Tensor, is_contiguous: bool) -> _Known:
         known = self._formats.get(p)
-        if known is None or known[0] is not p.dtype:  # a model may be cast between this and its first step
+        # a model may be cast or laid out anew between this and its next step
+        if known is None or known.dtype is not p.dtype or known.is_contiguous is not is_contiguous:
             self._find_formats()
             known = self._formats[p]
         return known
 
     def _find_formats(self) -> None:
-        number = 0
+        self._formats.clear()  # nothing of a parameter that left its group stays
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
             for p, name in zip(group["params"], names, strict=True):
-                self._formats[p] = p.dtype, formats_of(p, group, self.moment_names(), name), number
-                number += 1
+                check_parameter(p, group["master"])  # again, for a model may have been cast
+                wanted = formats_of(p, group, self.moment_names(), name)
+                self._formats[p] = _Known(
+                    p.dtype, shard(p).is_contiguous(), wanted, entries_of(self.MOMENTS, wanted), len(self._formats)
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -93,7 +118,10 @@ class StateFormatsOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Returns what ``closure`` did.
 
-        Raises: DtypeError or ShapeError for a gradient that is sparse or of another dtype than 16 or 32 bit floats.
+        State follows its parameter's memory order and device, if they changed since the last step.
+        Raises: DtypeError or ShapeError for a gradient that is sparse or of another dtype than 16 or 32 bit floats, and
+            for a parameter cast to a dtype that its master cannot have. HardwareError for a gradient on another device,
+            and for state or parameter alone on "meta".
         """
         loss = None
         if closure is not None:
@@ -120,19 +148,20 @@ class StateFormatsOptimizer(Optimizer):
             torch.autograd.graph.increment_version(changed)
 
     def _row(self, p: Tensor, grad: Tensor, group: int) -> Row:
-        _, formats, number = self._known(p)
-        state = self.state[p]
-        if "step" not in state:
-            self._make_state(p, state, formats)
-        elif "master" not in state and formats.master not in ("none", "stochastic"):
-            state.update(new_master(p, formats.master))
         param = shard(p)
-        if not param.is_contiguous() and not _has_no_gaps(param):
+        is_contiguous = param.is_contiguous()
+        if not is_contiguous and not _has_no_gaps(param):
             raise ShapeError(
                 f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
                 " or overlaps, in any order; make it p.contiguous() before the optimizer is built"
             )
-        return Row(p, param, _gradient(p, grad, param), state, formats, group, number)
+        known, grad = self._known(p, is_contiguous), _gradient(p, grad, param)
+        state, formats = self.state[p], known.formats
+        if "step" not in state:
+            self._make_state(p, state, formats)
+        elif not is_settled(param, state, known.entries):
+            formats = settle(p, state, self.MOMENTS, formats)
+        return Row(p, param, grad, state, formats, group, known.number)
 
     def _make_state(self, p: Tensor, state: dict[str, Any], formats: StateFormats) -> None:
         state["step"] = torch.zeros((), device=local(p).device)
@@ -229,6 +258,11 @@ def _has_no_gaps(tensor: Tensor) -> bool:
 
 def _gradient(p: Tensor, grad: Tensor, param: Tensor) -> Tensor:
     """This rank's part of the gradient, laid out as the local parameter."""
+    if grad.device != param.device:
+        raise HardwareError(
+            f"the gradient of a parameter of shape {list(p.shape)} is on {grad.device}; allowed: {param.device}, where"
+            " the parameter is; move models by model.to(...), which takes gradients along, or zero_grad() first"
+        )
     if type(grad) is Tensor and grad.layout is torch.strided and grad.dtype in _GRADIENTS:
         if grad.is_contiguous() and param.is_contiguous():  # all of them, mostly: a step of 300 is the host's time
             return grad

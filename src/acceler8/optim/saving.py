@@ -65,7 +65,7 @@ def convert(
         elif values:
             state[order[number]] = _convert_one(optimizer, order[number], values, f"parameter {number}:")
     _check_kind(optimizer, groups)
-    keep = {"params", *format_options(optimizer)}
+    keep = {"params", "param_names", *format_options(optimizer)}  # names decide formats, and are this model's
     merged = [
         {**own, **{key: value for key, value in group.items() if key not in keep}}
         for own, group in zip(current, groups, strict=True)
@@ -101,7 +101,7 @@ def _convert_one(optimizer: StateFormatsOptimizer, p: Tensor, values: Mapping[st
             f"{where} this is {what}: it holds {sorted(map(str, values))}; {type(optimizer).__name__} keeps"
             f" {['step', *names]}; build the optimizer that was saved, or start without its state"
         )
-    formats = optimizer.formats_of(p)
+    formats = optimizer.wanted_formats(p)
     step = torch.as_tensor(values["step"], dtype=torch.float32).detach().reshape(())
     if not bool(step >= 0) or not bool(step.isfinite()):
         raise CheckpointError(f"{where} step is {float(step)}; allowed: finite and from 0; use another checkpoint")

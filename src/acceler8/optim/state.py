@@ -26,7 +26,7 @@ from acceler8.formats import (
 from acceler8.kernels.adam import FIRST_CODES, SECOND_CODES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SCALE = "_scale"
+SCALE = "_scale"
 
 
 class Moment(NamedTuple):
@@ -78,12 +78,17 @@ def zero_scales(p: Tensor) -> Tensor:
     return _sharded(own, p, (p.shape[0], per_row))
 
 
+def moment_layout(moment: Moment, fmt: str) -> tuple[torch.dtype, bool]:
+    """Dtype of a moment in a format, and whether it has scales."""
+    code = moment.code(fmt)
+    return (_DTYPES[fmt], False) if code is None else (code.dtype, True)
+
+
 def new_moment(p: Tensor, moment: Moment, fmt: str) -> dict[str, Tensor]:
     """A moment that is zero: its entries of the state."""
-    code = moment.code(fmt)
-    dtype = _DTYPES[fmt] if code is None else code.dtype
+    dtype, has_scales = moment_layout(moment, fmt)
     made = {moment.name: like(p, lambda t: torch.zeros_like(t, dtype=dtype))}
-    return made if code is None else made | {moment.name + _SCALE: zero_scales(p)}
+    return made | {moment.name + SCALE: zero_scales(p)} if has_scales else made
 
 
 def new_master(p: Tensor, fmt: str) -> dict[str, Tensor]:
@@ -120,7 +125,7 @@ def moment_code(stored: Tensor, scale: Tensor | None, moment: Moment) -> BlockCo
 
 def read_moment(state: Mapping[str, Any], moment: Moment) -> Tensor:
     """A moment in FP32, sharded as it is stored."""
-    stored, scale = state[moment.name], state.get(moment.name + _SCALE)
+    stored, scale = state[moment.name], state.get(moment.name + SCALE)
     code = moment_code(stored, scale, moment)
     if code is None or scale is None:
         return stored.float().clone() if isinstance(stored, DTensor) else stored.to(torch.float32, copy=True)
@@ -133,7 +138,7 @@ def read_master(p: Tensor, state: Mapping[str, Any]) -> Tensor:
     if master is None:
         return like(p, lambda t: t.to(torch.float32, copy=True))
     if master.dtype is torch.int16:
-        return like(p, lambda t: join_bf16(t, local(master)))
+        return like(p, lambda t: join_bf16(t, local(master).to(t.device)))
     if scale is not None:
         return like(p, lambda _: decode_blocks(local(master), local(scale).reshape(-1), FP16_POW2))
     return like(p, lambda _: local(master).to(torch.float32, copy=True))
@@ -144,7 +149,7 @@ def load_moment_state(p: Tensor, saved: Mapping[str, Any], moment: Moment, fmt: 
 
     Raises: CheckpointError for another shape, dtype or number of scales, and for a negative second moment.
     """
-    stored, scale = saved[moment.name], saved.get(moment.name + _SCALE)
+    stored, scale = saved[moment.name], saved.get(moment.name + SCALE)
     _check(stored, p, f"{where} {moment.name}")
     fresh = new_moment(p, moment, fmt)
     code = moment_code(stored, scale, moment)
@@ -171,7 +176,7 @@ def load_moment_state(p: Tensor, saved: Mapping[str, Any], moment: Moment, fmt: 
     if code is wanted and (code is not None or source.dtype is target.dtype):
         target.copy_(source)
         if code is not None and scale is not None:
-            local(fresh[moment.name + _SCALE]).view(-1).copy_(local(scale).reshape(-1))
+            local(fresh[moment.name + SCALE]).view(-1).copy_(local(scale).reshape(-1))
         return fresh
     x = source.to(target.device)
     if code is not None and scale is not None:
@@ -179,7 +184,7 @@ def load_moment_state(p: Tensor, saved: Mapping[str, Any], moment: Moment, fmt: 
     if wanted is None:
         target.copy_(x)
     else:
-        write_blocks(x.contiguous(), fresh[moment.name], fresh[moment.name + _SCALE], wanted)
+        write_blocks(x.contiguous(), fresh[moment.name], fresh[moment.name + SCALE], wanted)
     return fresh
 
 
@@ -199,11 +204,11 @@ def load_master_state(p: Tensor, saved: Mapping[str, Any], fmt: str, where: str)
             " remainder only where it was saved; build the optimizer with the master format that was saved"
         )
     if fmt == "bf16_remainder":
-        return {"master": like(p, lambda t: local(master).to(t.device, copy=True))}
+        return _master_of(p, local(master), torch.int16)
     if scale is not None:
         _check_scale(scale, p, f"{where} master_scale")
     if fmt == "fp32" and scale is None:
-        return {"master": like(p, lambda t: local(master).to(t.device, torch.float32, copy=True))}
+        return _master_of(p, local(master), torch.float32)
     fresh = {"master": like(p, lambda t: torch.empty_like(t, dtype=torch.float16)), "master_scale": zero_scales(p)}
     if fmt == "fp16" and scale is not None:
         local(fresh["master"]).copy_(local(master))
@@ -212,9 +217,14 @@ def load_master_state(p: Tensor, saved: Mapping[str, Any], fmt: str, where: str)
     x = local(master).float() if scale is None else decode_blocks(local(master), local(scale).reshape(-1), FP16_POW2)
     x = x.to(local(p).device)
     if fmt == "fp32":
-        return {"master": like(p, lambda _: x)}
+        return _master_of(p, x, torch.float32)
     write_blocks(x, fresh["master"], fresh["master_scale"], FP16_POW2)
     return fresh
+
+
+def _master_of(p: Tensor, numbers: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A master of local ``numbers`` in memory of the parameter's order, which may not be that of a checkpoint."""
+    return {"master": like(p, lambda t: torch.empty_like(t, dtype=dtype).copy_(numbers))}
 
 
 def _check(stored: Any, p: Tensor, what: str) -> None:
