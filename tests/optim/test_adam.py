@@ -223,6 +223,9 @@ def test_gradients_and_parameters_may_lie_in_other_orders(make_generator):
 
 BAD = [
     ({"lr": -1.0}, ConfigError, r"lr=-1.0; allowed: from 0"),
+    ({"lr": "1e-3"}, ConfigError, r"lr='1e-3'; allowed: a number from 0"),
+    ({"betas": 0.9}, ConfigError, r"betas=0.9; allowed: two numbers"),
+    ({"betas": (0.9,)}, ConfigError, r"betas=\(0.9,\); allowed: two numbers"),
     ({"betas": (1.0, 0.9)}, ConfigError, r"betas\[0\]=1.0; allowed: from 0 to below 1"),
     ({"eps": -1e-8}, ConfigError, r"eps=-1e-08; allowed"),
     ({"weight_decay": math.nan}, ConfigError, r"weight_decay=nan; allowed"),
@@ -240,6 +243,48 @@ BAD = [
 def test_what_is_wrong_is_said(options, error, message):
     with pytest.raises(error, match=message):
         AdamW([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def test_a_group_takes_the_constructors_words_for_formats():
+    def weight() -> nn.Parameter:
+        return nn.Parameter(torch.ones(128, 128))
+
+    optimizer = AdamW(
+        [
+            {"params": [weight()], "moments": "fp8"},
+            {"params": [weight()], "moments": "fp16", "exp_avg": "bf16"},
+            {"params": [weight()]},
+        ]
+    )
+    optimizer.add_param_group({"params": [weight()], "exp_avg_sq": "fp8"})
+    asked = [(group["exp_avg_format"], group["exp_avg_sq_format"]) for group in optimizer.param_groups]
+    assert asked == [("fp8", "fp8"), ("bf16", "fp16"), ("fp32", "fp32"), ("fp32", "fp8")]
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(128, 128)
+    optimizer.step()
+    dtypes = [optimizer.state[group["params"][0]]["exp_avg"].dtype for group in optimizer.param_groups]
+    assert dtypes == [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float32]
+    net = Net()
+    formats = [group["exp_avg_format"] for group in AdamW(parameter_groups(net, moments="fp8")).param_groups]
+    assert set(formats) == {"fp8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"moments": "fp5"}, DtypeError, "unknown exp_avg_format 'fp5'"),
+        ({"amsgrad": True}, ConfigError, "amsgrad=True is not offered"),
+        ({"differentiable": True}, ConfigError, "differentiable=True is not offered"),
+    ],
+)
+def test_what_is_wrong_with_a_group_is_said(options, error, message):
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(error, match=message):
+        AdamW([{"params": [p], **options}])
+    optimizer = AdamW([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [p], **options})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_parameters_and_gradients_that_cannot_be_stepped_are_refused():

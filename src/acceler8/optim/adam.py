@@ -10,8 +10,9 @@ stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; docs/optimiz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from operator import is_
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ class Adam(StateFormatsOptimizer):
     moments: format of both moments, "fp32" (default), "bf16", "fp16" or "fp8"; exp_avg and exp_avg_sq: of one alone.
     master: "none" (default), "stochastic", "fp32", "bf16_remainder" or "fp16"; float32 parameters need none.
     quantize: "matrices" (default), "all" or "none": see ``acceler8.optim.StateFormatsOptimizer``. Every option of a
-        format may be set by group, as ``exp_avg_format``, ``exp_avg_sq_format``, ``master``, ``quantize``.
+        format may be set by group, under the same words; there they become ``exp_avg_format``, ``exp_avg_sq_format``.
     foreach, fused, capturable: taken and without effect, for each step is fused, needs no host and can be captured.
     Gradients that ``GradScaler`` found not finite are dropped on the device, without waiting for it.
     Raises: ConfigError for amsgrad or differentiable, and for numbers that torch refuses too; DtypeError for formats.
@@ -62,9 +63,7 @@ class Adam(StateFormatsOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        for name, asked in (("amsgrad", amsgrad), ("differentiable", differentiable)):
-            if asked:
-                raise ConfigError(f"{name}=True is not offered; allowed: False; use torch.optim.{type(self).__name__}")
+        self._refuse({"amsgrad": amsgrad, "differentiable": differentiable})
         _check_numbers(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": False, "maximize": maximize,
@@ -77,6 +76,16 @@ class Adam(StateFormatsOptimizer):
         self._told: dict[Tensor, _Told] = {}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf here and does not wait
+
+    def _refuse(self, options: Mapping[str, Any]) -> None:
+        for name in ("amsgrad", "differentiable"):
+            if options.get(name):
+                raise ConfigError(f"{name}=True is not offered; allowed: False; use torch.optim.{type(self).__name__}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with formats of its own if it has any. Raises ConfigError for amsgrad and differentiable."""
+        self._refuse(param_group)
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without tables of addresses: a copy makes its own."""
@@ -185,8 +194,12 @@ def _check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, w
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; allowed: one")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not isinstance(value, Tensor | Real):
+            raise ConfigError(f"{name}={value!r}; allowed: a number from 0")
         if not float(value) >= 0.0:
             raise ConfigError(f"{name}={value}; allowed: from 0")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ConfigError(f"betas={betas!r}; allowed: two numbers, those of the first and the second moment")
     for index, beta in enumerate(betas):
         if not 0.0 <= float(beta) < 1.0:
             raise ConfigError(f"betas[{index}]={beta}; allowed: from 0 to below 1")

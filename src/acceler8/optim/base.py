@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from acceler8.errors import DtypeError, HardwareError, ShapeError
 from acceler8.formats import FP16_POW2
 from acceler8.optim import saving
-from acceler8.optim.formats import StateFormats, check_group, check_parameter, formats_of
+from acceler8.optim.formats import StateFormats, check_group, check_parameter, formats_of, with_formats
 from acceler8.optim.settle import entries_of, is_settled, settle, stored_formats
 from acceler8.optim.state import Moment, local, new_master, new_moment, read_master, shard, write_blocks
 from acceler8.optim.summary import StateSummary, summarise
@@ -64,7 +64,7 @@ class StateFormatsOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; its formats default to the constructor's."""
-        super().add_param_group(param_group)
+        super().add_param_group(with_formats(param_group, self.moment_names()))
         try:
             check_group(self.param_groups[-1], self.moment_names())
         except (DtypeError, ShapeError):
