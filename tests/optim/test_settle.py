@@ -157,6 +157,15 @@ def test_state_is_laid_out_anew_with_its_parameter(moments, master):
     assert_same_way(other, expected, start, is_exact)
 
 
+def test_formats_are_found_anew_for_a_model_laid_out_before_its_first_step():
+    net = convnet()
+    optimizer = Recorder(net.parameters(), moments="fp8", master="fp16")
+    assert optimizer.summary().rows[0].formats.moments == ("fp8", "fp8")
+    steps(net.to(memory_format=CHANNELS_LAST), optimizer, range(2))
+    assert_formats_are_those_stored(optimizer)
+    assert optimizer.formats_of(net[0].weight) == (("fp32", "fp32"), "fp32", "not contiguous")
+
+
 @pytest.mark.parametrize("master", ["none", "fp32", "bf16_remainder", "fp16"])
 def test_a_channels_last_training_resumes_where_it_was(tmp_path, master):
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(3)).to(B).to(memory_format=CHANNELS_LAST)
