@@ -118,12 +118,12 @@ class TransformerEngineBackend(Backend):
     def on_step(self, model: nn.Module) -> None:
         """Update the scales of delayed scaling."""
         if (histories := self._histories(model)) is not None:
-            histories.update()
+            histories.update(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """Amax histories and scales of delayed scaling by layer name; else nothing."""
         histories = self._histories(model)
-        return {} if histories is None else histories.state()
+        return {} if histories is None else histories.state(model)
 
     def initial_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Histories of zeros and scales of one."""
@@ -138,7 +138,7 @@ class TransformerEngineBackend(Backend):
         if histories is None:
             super().load_state(model, state)
         else:
-            histories.load_state(state)
+            histories.load_state(model, state)
 
     def _histories(self, model: nn.Module) -> AmaxHistories | None:
         for _, layer in self.layers(model):
