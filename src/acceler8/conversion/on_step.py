@@ -31,7 +31,6 @@ class OnStep:
 
     def tie(self, model: nn.Module) -> None:
         """Call the hook on ``model`` from now on, and in a copy on the copied model."""
-        self._model = weakref.ref(model)
         model.__dict__[_ATTRIBUTE] = _Tie(self, model)
 
     def tick(self) -> None:

@@ -1,4 +1,4 @@
-"""Changing a module's class in place, also behind the mixin that FSDP2 puts in front of it, whether that would overwrite
+"""Changing a module's class in place, also behind FSDP2's mixin in front of it, whether that would overwrite
 what is the module's own, and whether a module must be called as it is.
 """
 
