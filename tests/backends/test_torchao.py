@@ -128,6 +128,24 @@ def test_modules_and_parameters_stay_the_same_objects():
     assert set(model.up.__dict__) == fresh
 
 
+@pytest.mark.parametrize("name", ["config", "linear_mm_config", "scaling_type_input"])
+def test_an_attribute_that_torchao_uses_stays_and_so_does_the_layer(name):
+    """Conversion overwrote it, and restoring took it away."""
+    model = Net()
+    setattr(model.up, name, {"mine": 1})
+    plan = acceler8.plan(model, "tensorwise", "torchao")
+    reason = f"its attribute '{name}' is one that torchao's Float8Linear needs for itself; rename yours"
+    assert {row.name: row.reason for row in plan.rows}["up"] == reason
+    assert plan.fp8_names == ("down",)
+    acceler8.restore(acceler8.convert(model, plan))
+    assert getattr(model.up, name) == {"mine": 1}
+    later = Net()
+    plan = acceler8.plan(later, "tensorwise", "torchao")
+    later.down.register_buffer(name, torch.zeros(1))
+    with pytest.raises(PlanError, match=f"layer 'down' cannot become FP8 any more: its attribute '{name}'"):
+        acceler8.convert(later, plan)
+
+
 def test_the_all_gather_changes_no_parameter_and_is_said():
     """With the library's own switch every FP8 weight became a new Parameter, which no optimizer held."""
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)

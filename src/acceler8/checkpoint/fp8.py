@@ -18,6 +18,7 @@ from acceler8.nn.model_state import ATTRIBUTE, ModelState, find_states
 from acceler8.scaling.delayed import IN_USE, STAGING
 
 _STEPS, _AMAX = "steps", "amax"
+_STAGED_FIRST = "amax_history_"  # histories whose row 0 is the staging row, such as TransformerEngine's
 _SAID, _DEEPEST = 3, 8  # differences in one line, levels that are compared
 
 
@@ -113,13 +114,16 @@ def _describes(saved: dict[str, Any], state: ModelState, path: str) -> bool:
 
 
 def _check(name: str, tensor: Tensor, where: str) -> None:
-    """Histories are finite and not negative; only the staging row may hold what the step after it drops.
+    """Histories are finite and not negative; only the staging row may hold what the boundary of its step drops.
 
     What other backends keep is finite, and for them to judge.
     """
-    if name.rpartition(".")[2] not in (_STEPS, _AMAX):
+    what = name.rpartition(".")[2]
+    if what.startswith(_STAGED_FIRST) and tensor.ndim == 2 and tensor.is_floating_point():
+        is_right, must = bool(tensor[1:].isfinite().all()) and not bool((tensor < 0).any()), "finite and from 0"
+    elif what not in (_STEPS, _AMAX):
         is_right, must = not tensor.is_floating_point() or bool(tensor.isfinite().all()), "finite"
-    elif name.rpartition(".")[2] == _STEPS:
+    elif what == _STEPS:
         is_right = tensor.dtype == torch.int64 and tensor.ndim == 0 and tensor.item() >= 0
         must = "one int64 number from 0"
     else:

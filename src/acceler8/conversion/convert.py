@@ -16,6 +16,7 @@ from acceler8.backends import Backend, Conversion, Fusion
 from acceler8.conversion.filters import tied_names
 from acceler8.conversion.fusions import Known, fits
 from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matrix_modules, module_name, row_name
+from acceler8.conversion.on_step import OnStep, untie
 from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
@@ -78,21 +79,12 @@ def convert(
         Conversion(model=model, layers=layers, state=state, fusions=fusions, also=also, options=plan.options)
     )
     if type(engine).on_step is not Backend.on_step:
-        state.on_step.append(_OnStep(model, engine.name).tick)
+        on_step = OnStep(engine.name)
+        on_step.tie(model)
+        state.on_step.append(on_step.tick)
     state.follow_clock()
     model.__dict__[ATTRIBUTE] = state
     return model
-
-
-class _OnStep:
-    """A backend's hook at step boundaries. A bound method of it in the clock belongs to the copy in a deep copy."""
-
-    def __init__(self, model: nn.Module, backend: str) -> None:
-        self.model, self.backend = model, backend
-
-    def tick(self) -> None:
-        """Called by the clock."""
-        backends.find(self.backend).on_step(self.model)
 
 
 def _planned_layers(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Recipe]]:
@@ -159,6 +151,7 @@ def restore(model: nn.Module) -> nn.Module:
     backends.get(state.backend).restore_layers(model)
     for module in model.modules():
         module.__dict__.pop(ATTRIBUTE, None)
+        untie(module)
     return model
 
 

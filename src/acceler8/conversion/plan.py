@@ -346,7 +346,7 @@ def plan(
     known: Known | None = {} if fuse and engine.fuses else None
     rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, known)
     made = _finish(model, recipe, engine, rows, window, fusions, options)
-    made = dataclasses.replace(made, also=_also(model, recipe, engine, skip), options=options)
+    made = dataclasses.replace(made, also=_also(model, recipe, engine, skip, options), options=options)
     made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
     if known is not None:
         made = dataclasses.replace(made, notes=(*made.notes, *not_fused(model, _recipes_of(recipe, rows), known)))
@@ -363,11 +363,15 @@ def _check_backend_has(engine: Backend, recipe: Recipe | LayerRecipes, device: t
 
 
 def _also(
-    model: nn.Module, recipe: Recipe | LayerRecipes, engine: Backend, skip: tuple[str, ...]
+    model: nn.Module,
+    recipe: Recipe | LayerRecipes,
+    engine: Backend,
+    skip: tuple[str, ...],
+    options: BackendOptions | None,
 ) -> tuple[AlsoRow, ...]:
     """What the backend takes over beside the layers, without what the user skips by name."""
     rows = []
-    for found in engine.also_converts(model, recipe):
+    for found in engine.also_converts(model, recipe, options):
         reason = found.refusal or ""
         if pattern := first_match(found.name, (*_skip_of(recipe), *skip)):
             reason = f"skipped by name ({pattern})"

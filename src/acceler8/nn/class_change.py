@@ -1,9 +1,10 @@
-"""Changing a module's class in place, also behind the mixin that FSDP2 puts in front of it, and whether a module must
-be called as it is.
+"""Changing a module's class in place, also behind FSDP2's mixin in front of it, whether that would overwrite
+what is the module's own, and whether a module must be called as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -39,6 +40,21 @@ def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) ->
         return
     bases = tuple(new if base is old else base for base in cls.__bases__)
     module.__class__ = type(cls.__name__.replace(old.__name__, new.__name__), bases, dict(cls.__dict__))
+
+
+def clash(module: nn.Module, attributes: Mapping[str, Any], owner: str) -> str | None:
+    """Why ``module`` cannot get the ``attributes`` that ``owner``, a library's class, keeps: it has one of them with
+    another value, which would be lost. None if none would be.
+    """
+    for name, value in attributes.items():
+        is_taken = name in module._parameters or name in module._modules or name in module._buffers
+        if is_taken or (name in module.__dict__ and not _is_same(module.__dict__[name], value)):
+            return f"its attribute {name!r} is one that {owner} needs for itself; rename yours"
+    return None
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now or (type(before) is type(now) and isinstance(now, (int, float, str, bool)) and before == now)
 
 
 class AuthorsClass:

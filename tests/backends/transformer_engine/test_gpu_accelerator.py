@@ -56,6 +56,15 @@ def test_settings_arrive():
     acceler8.verify(model, optimizer)
 
 
+@pytest.mark.parametrize("on", [None, True, False])
+def test_norms_are_left_on_request(on: bool | None):
+    norms = nn.Sequential(nn.LayerNorm(256, device="cuda"), nn.Linear(256, 256, device="cuda"))
+    accelerator, model, _ = prepared(norms, handler={"convert_norms": on})
+    assert (type(model[0]) is nn.LayerNorm) is (on is False)
+    assert isinstance(model[1], library.load().Linear)
+    assert ("convert_norms is off" in str(accelerator.plan)) is (on is False)
+
+
 def test_weights_are_cast_once_a_step_across_micro_batches():
     accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
     kept = []
@@ -82,6 +91,23 @@ def test_a_checkpoint_goes_on_and_its_model_file_is_plain(tmp_path: Path):
     assert files
     with safe_open(files[0], "pt") as file:
         assert set(file.keys()) == {"up.weight", "down.weight", "down.bias"}
+
+
+def test_a_checkpoint_within_a_step_keeps_what_the_boundary_will_drop(tmp_path: Path):
+    """An overflow of this step waits in the staging row; it was saved, and refused when it was loaded."""
+    accelerator, model, optimizer = prepared()
+    train(accelerator, model, optimizer, range(2))
+    accelerator.backward(model(gaussian(32, 256, dtype=torch.float32)).sum() * float("inf"))
+    optimizer.zero_grad()
+    state = backends.get("te").state(model)
+    assert not state["down.amax_history_bwd"][0].isfinite().all()
+    accelerator.save_state(str(tmp_path / "state"))
+    resumed = prepared()
+    resumed[0].load_state(str(tmp_path / "state"))
+    for name, tensor in backends.get("te").state(resumed[1]).items():
+        assert torch.equal(tensor.nan_to_num(-1), state[name].nan_to_num(-1)), name
+    acceler8.step(resumed[1])
+    assert all(tensor.isfinite().all() for tensor in backends.get("te").state(resumed[1]).values())
 
 
 def test_another_backend_takes_a_checkpoint_over(tmp_path: Path):

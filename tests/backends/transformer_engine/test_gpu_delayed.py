@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import acceler8
 from acceler8 import backends, recipes
 from acceler8.backends.transformer_engine import library
-from acceler8.backends.transformer_engine.region import state_manager
+from acceler8.backends.transformer_engine.region import Region, state_manager
 from acceler8.errors import PlanError, VerifyError
 from tests.backends.transformer_engine.gpu import MARKS, Pair, convert, gaussian
 
@@ -228,9 +230,37 @@ def test_raw_modules_beside_it_are_left_to_themselves():
         acceler8.step(model)
         run(alone, x)
     assert all(torch.equal(t, histories(alone)[name]) for name, t in histories(model).items())
+    assert_same_scales(raw, reference)
+
+
+def assert_same_scales(raw: nn.Module, reference: nn.Module) -> None:
     for name in ("up", "down"):
         for side in ("scaling_fwd", "scaling_bwd"):
-            assert torch.equal(getattr(raw, name).fp8_meta[side].scale, getattr(reference, name).fp8_meta[side].scale)
+            ours, theirs = getattr(raw, name).fp8_meta[side], getattr(reference, name).fp8_meta[side]
+            assert torch.equal(ours.scale, theirs.scale)
+            assert torch.equal(ours.amax_history, theirs.amax_history)
+
+
+def test_raw_modules_that_ran_before_are_left_to_themselves_too():
+    """Their amaxes wait in the global buffers while a model is converted, copied and run."""
+    x, model = gaussian(64, 256), Pair()
+    raw = raw_twin(model)
+    with torch.no_grad(), raw_context():  # without gradients its end updates nothing
+        raw(3 * x)
+    waiting = raw.up.fp8_meta["scaling_fwd"].amax_history[0].clone()
+    assert waiting[0] == 3 * x.abs().max()
+    convert(model, delayed())
+    run(copy.deepcopy(model), x)
+    run(model, x)
+    older = Region(model.up._acceler8_layer.te_recipe)
+    older._inside = None  # as in versions that give the state inside of a context to nobody
+    with older:
+        pass
+    assert torch.equal(raw.up.fp8_meta["scaling_fwd"].amax_history[0], waiting)
+    assert torch.equal(raw.up.fp8_meta["scaling_fwd"].scale, torch.ones(3, device="cuda"))
+    with raw_context():
+        pass
+    assert not torch.equal(raw.up.fp8_meta["scaling_fwd"].scale, torch.ones(3, device="cuda"))
 
 
 def test_no_layers_backward_updates_what_is_global(monkeypatch):
@@ -284,3 +314,17 @@ def test_steps_that_nobody_marks_are_warned_of(caplog):
     for _ in range(260):
         model.up(x)
     assert "no step boundary was marked, so no amax history exists" in caplog.text
+
+
+def test_one_layer_carries_no_other(monkeypatch):
+    copied, copying = [], nn.Parameter.__deepcopy__
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda p, memo: copied.append(p.shape) or copying(p, memo))
+    model = convert(Pair(), delayed())
+    for _ in range(2):
+        run(model, gaussian(64, 256))
+    twin, up, gone = copy.deepcopy(model.up), model.up, weakref.ref(model.down)
+    assert copied == [up.weight.shape]
+    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), up.parameters(), strict=True))
+    del model
+    gc.collect()
+    assert gone() is None

@@ -7,7 +7,8 @@ import copy
 import torch
 from torch import nn
 
-from acceler8.backends.transformer_engine.in_place import attributes_of, clash, give_back, take_over
+from acceler8.backends.transformer_engine.in_place import attributes_of, give_back, take_over
+from acceler8.nn.class_change import clash
 
 
 class Vendor(nn.Module):
@@ -69,12 +70,13 @@ def test_a_copy_can_be_given_back_too():
 
 
 def test_attributes_that_would_be_lost_clash():
-    layer, donor = nn.Linear(4, 4), Vendor(4, bias=True)
-    assert attributes_of(donor) == {"in_features": 4, "out_features": 4, "meta": {"scale": 1}}
-    assert clash(layer, donor) is None
+    layer, wanted = nn.Linear(4, 4), attributes_of(Vendor(4, bias=True))
+    assert wanted == {"in_features": 4, "out_features": 4, "meta": {"scale": 1}}
+    assert clash(layer, wanted, "Vendor") is None
+    said = "its attribute 'meta' is one that Vendor needs for itself; rename yours"
     layer.meta = "mine"
-    assert clash(layer, donor) == "meta"
+    assert clash(layer, wanted, "Vendor") == said
     del layer.meta
     layer.register_buffer("meta", torch.zeros(1))
-    assert clash(layer, donor) == "meta"
-    assert clash(nn.Linear(8, 4), donor) == "in_features"
+    assert clash(layer, wanted, "Vendor") == said
+    assert "'in_features'" in str(clash(nn.Linear(8, 4), wanted, "Vendor"))

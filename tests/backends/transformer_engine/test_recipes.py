@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
@@ -56,6 +57,24 @@ def test_scales_and_accumulation_arrive():
     assert describe(recipes.get("blockwise", pow2_scales=True)).pow2_scales is True
     assert describe(recipes.get("mxfp8")).pow2_scales is None  # they are, always
     assert "pow2_scales=True with delayed scaling" in str(unsupported(recipes.get("delayed", pow2_scales=True)))
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_another_accumulation_arrives_or_is_refused(name, gemm):
+    recipe = recipes.get(name)
+    assert unsupported(recipe) is None
+    had = getattr(recipe, gemm).fast_accum
+    other = recipe.replace(**{gemm: dataclasses.replace(getattr(recipe, gemm), fast_accum=not had)})
+    if (name, gemm) == ("tensorwise", "fprop"):
+        assert (describe(recipe).fast_accum, describe(other).fast_accum) == (True, False)
+        return
+    said = f"fast_accum={not had} in {gemm}, which TransformerEngine computes with {had} under {name}; allowed: {had}"
+    assert said in str(TE.lacks(other, torch.device("meta")))
+    with pytest.raises(PlanError, match=said):
+        describe(other)
+    if gemm != "fprop":  # in high precision nothing accumulates in FP8
+        assert unsupported(other.with_gemms(**{gemm: False})) is None
 
 
 def test_what_stays_for_backward_is_its_own_affair():
@@ -187,7 +206,7 @@ def test_notes():
     recipe = recipes.get("tensorwise").with_gemms(wgrad=False)
     notes = TE.notes(recipe, torch.device("meta"))
     assert any("wgrad in high precision" in note for note in notes)
-    assert any("norms run as TransformerEngine's" in note for note in notes)
+    assert any("norms run as TransformerEngine's" in note and "cast their input to its dtype" in note for note in notes)
     assert (
         TE.notes(recipes.get("tensorwise"), torch.device("meta"), TransformerEngineOptions(convert_norms=False)) == []
     )

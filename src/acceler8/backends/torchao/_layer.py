@@ -7,6 +7,7 @@ tokens works.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 
+from acceler8.backends.torchao.library import library
 from acceler8.nn import LayerState
-from acceler8.nn.class_change import swap_class
+from acceler8.nn.class_change import clash, swap_class
 
 
 class TorchaoLinear(Float8Linear):  # type: ignore[misc]
@@ -53,6 +55,16 @@ def attributes_of(config: Any) -> dict[str, Any]:
     with torch.device("meta"):
         made, plain = Float8Linear(16, 16, bias=False, config=config), nn.Linear(16, 16, bias=False)
     return {name: value for name, value in made.__dict__.items() if name not in plain.__dict__}
+
+
+@functools.cache
+def _plain_attributes() -> dict[str, Any]:
+    return attributes_of(library().Float8LinearConfig())
+
+
+def attribute_clash(module: nn.Module) -> str | None:
+    """Why a linear layer stays: an attribute of its owner's that torchao uses, whatever the config; None if none is."""
+    return clash(module, _plain_attributes(), "torchao's Float8Linear")
 
 
 def make_fp8(module: nn.Module, state: LayerState, attributes: dict[str, Any]) -> None:

@@ -93,11 +93,15 @@ class TorchaoBackend(Backend):
         return float(dtype.itemsize)
 
     def refuses(self, module: nn.Module, recipe: Recipe) -> str | None:
-        """Also weights that FSDP2 has sharded."""
+        """Also weights that FSDP2 has sharded, and attributes that torchao has too."""
         weight = module._parameters.get("weight")
         if type(weight).__name__ == "DTensor":
             return "its weight is sharded by FSDP2, which this version does not do with torchao; use backend native"
-        return super().refuses(module, recipe)
+        if (reason := super().refuses(module, recipe)) is not None or library.unavailable() is not None:
+            return reason  # a plan of a machine that has torchao; there the layer is asked again
+        from acceler8.backends.torchao import _layer
+
+        return _layer.attribute_clash(module)
 
     def left_by_default(self, model: nn.Module, options: BackendOptions | None = None) -> dict[int, str]:
         """The first and the last linear layer, in the order of registration."""

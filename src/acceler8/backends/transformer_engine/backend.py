@@ -64,8 +64,8 @@ class TransformerEngineBackend(Backend):
             notes.append(f"{' and '.join(high)} in high precision, computed beside TransformerEngine")
         if _converts_norms(options):
             notes.append(
-                "norms run as TransformerEngine's in training: under autocast they give its dtype, where PyTorch's"
-                " LayerNorm gives FP32"
+                "norms run as TransformerEngine's in training: under autocast they cast their input to its dtype and"
+                " give that, where PyTorch's LayerNorm computes and gives FP32"
             )
         return notes
 
@@ -86,12 +86,14 @@ class TransformerEngineBackend(Backend):
             return None  # a plan of a machine that has it; there the layer is asked again
         return linear_clash(module)
 
-    def also_converts(self, model: nn.Module, recipe: Recipe | LayerRecipes) -> list[AlsoConverted]:
+    def also_converts(
+        self, model: nn.Module, recipe: Recipe | LayerRecipes, options: BackendOptions | None = None
+    ) -> list[AlsoConverted]:
         """Norms."""
-        is_here = library.unavailable() is None
+        is_here, off = library.unavailable() is None, None if _converts_norms(options) else "convert_norms is off"
         found = []
         for norm in find_norms(model):
-            refusal = norm.refusal or (norm_clash(norm) if is_here else None)
+            refusal = norm.refusal or off or (norm_clash(norm) if is_here else None)
             found.append(AlsoConverted(name=norm.name, module=norm.module, refusal=refusal))
         return found
 
@@ -118,12 +120,12 @@ class TransformerEngineBackend(Backend):
     def on_step(self, model: nn.Module) -> None:
         """Update the scales of delayed scaling."""
         if (histories := self._histories(model)) is not None:
-            histories.update()
+            histories.update(model)
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """Amax histories and scales of delayed scaling by layer name; else nothing."""
         histories = self._histories(model)
-        return {} if histories is None else histories.state()
+        return {} if histories is None else histories.state(model)
 
     def initial_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Histories of zeros and scales of one."""
@@ -138,7 +140,7 @@ class TransformerEngineBackend(Backend):
         if histories is None:
             super().load_state(model, state)
         else:
-            histories.load_state(state)
+            histories.load_state(model, state)
 
     def _histories(self, model: nn.Module) -> AmaxHistories | None:
         for _, layer in self.layers(model):

@@ -30,9 +30,8 @@ def convert(conversion: Conversion, *, with_norms: bool) -> None:
     norms = _norms_of(conversion) if with_norms else []
     norm_donors = [norm_donor(norm) for norm in norms]
     made: dict[Recipe, tuple[TeRecipe, Region]] = {}
-    delayed: list[tuple[str, Any]] = []
     interval = next((describe(r).interval for _, _, r in conversion.layers if r.is_delayed), 1)
-    histories = AmaxHistories(delayed, interval)
+    histories = AmaxHistories(interval)
     for (name, module, recipe), donor in zip(conversion.layers, donors, strict=True):
         if recipe not in made:
             described = describe(recipe)
@@ -56,7 +55,6 @@ def convert(conversion: Conversion, *, with_norms: bool) -> None:
         state.codes.append(layer.cache)
         if recipe.is_delayed:
             keep_out(module.fp8_meta)  # type: ignore[arg-type]
-            delayed.append((name, module))
     for norm, donor in zip(norms, norm_donors, strict=True):
         convert_norm(norm, donor, conversion.state.own_schedules())
 

@@ -10,8 +10,9 @@ from typing import cast
 from torch import nn
 
 from acceler8.backends.transformer_engine import library
-from acceler8.backends.transformer_engine.in_place import clash
+from acceler8.backends.transformer_engine.in_place import attributes_of
 from acceler8.backends.transformer_engine.norms import Norm
+from acceler8.nn.class_change import clash
 
 
 def linear_donor(module: nn.Linear) -> nn.Module:
@@ -44,11 +45,9 @@ def norm_donor(norm: Norm) -> nn.Module:
 
 def linear_clash(module: nn.Module) -> str | None:
     """Why a linear layer stays: an attribute of its owner's that TransformerEngine uses; None if there is none."""
-    name = clash(module, linear_donor(cast(nn.Linear, module)))
-    return None if name is None else f"its attribute {name!r} is one that TransformerEngine's Linear needs for itself"
+    return clash(module, attributes_of(linear_donor(cast(nn.Linear, module))), "TransformerEngine's Linear")
 
 
 def norm_clash(norm: Norm) -> str | None:
     """The same of a norm."""
-    name = clash(norm.module, norm_donor(norm))
-    return None if name is None else f"its attribute {name!r} is one that TransformerEngine's norm needs for itself"
+    return clash(norm.module, attributes_of(norm_donor(norm)), "TransformerEngine's norm")

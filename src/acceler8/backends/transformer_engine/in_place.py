@@ -31,22 +31,10 @@ def attributes_of(donor: nn.Module) -> dict[str, Any]:
     }
 
 
-def clash(module: nn.Module, donor: nn.Module) -> str | None:
-    """The first attribute that both have with different values, so that one would be lost; None if there is none."""
-    for name, value in attributes_of(donor).items():
-        if name in module._parameters or name in module._modules or name in module._buffers:
-            return name
-        if name in module.__dict__ and not _is_same(module.__dict__[name], value):
-            return name
-    return None
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    return before is now or (type(before) is type(now) and isinstance(now, (int, float, str, bool)) and before == now)
-
-
 def take_over(module: nn.Module, donor: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Change ``module``'s class from ``old`` to ``new``, with the donor's attributes. ``clash`` must be None."""
+    """Change ``module``'s class from ``old`` to ``new``, with the donor's attributes, none of which may
+    ``clash`` with its own.
+    """
     attributes = attributes_of(donor)
     added = [name for name in attributes if name not in module.__dict__]
     later = [name for name in _LATER if name not in module.__dict__]

@@ -16,7 +16,7 @@ from typing import Any
 from acceler8.backends.capability import Capability, kind_of
 from acceler8.errors import PlanError
 from acceler8.formats import E4M3, E5M2
-from acceler8.recipes import DelayedScaling, Recipe
+from acceler8.recipes import DelayedScaling, Recipe, get
 from acceler8.scaling import BLOCK_128x128, MX_1x32
 
 CLASSES = {
@@ -128,6 +128,19 @@ def unsupported(recipe: Recipe) -> str | None:
             "pow2_scales=True with delayed scaling, which TransformerEngine does not have; allowed: False, or recipes"
             " tensorwise and blockwise"
         )
+    return _other_accumulation(recipe, kind)
+
+
+def _other_accumulation(recipe: Recipe, kind: str) -> str | None:
+    """Its classes fix how each GEMM accumulates, as the recipe of that name does, but for fprop of tensorwise."""
+    own = get(kind)
+    for name in ("fprop", "dgrad", "wgrad"):
+        gemm, has = getattr(recipe, name), getattr(own, name).fast_accum
+        if gemm.is_fp8 and gemm.fast_accum is not has and (kind, name) != ("tensorwise", "fprop"):
+            return (
+                f"recipe {recipe.name!r} has fast_accum={gemm.fast_accum} in {name}, which TransformerEngine computes"
+                f" with {has} under {kind}; allowed: {has}; leave it out, or use backend 'native'"
+            )
     return None
 
 

@@ -4,13 +4,16 @@
 call of a sub-module and the recomputation of activation checkpointing all happen outside of it. Here nothing depends on
 who calls. Entering costs about a microsecond: what ``te.autocast`` sets is taken down once, as it sets it, and put back
 for each forward. At its end ``te.autocast`` also updates the scales of delayed scaling, which here is the step clock's
-to do (see ``histories``).
+to do (see ``histories``); that update is global, also of modules that are none of acceler8's, and gradients are off at
+each leaving so that there is none.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from acceler8.backends.transformer_engine import library
 
@@ -46,7 +49,7 @@ class Region:
         """The state inside of ``te.autocast``; None if this version gives it to nobody (before 2.13 or so)."""
         if not hasattr(self._manager, "set_autocast_state"):
             return None
-        with autocast(self.recipe):
+        with torch.no_grad(), autocast(self.recipe):
             self._manager.is_first_fp8_module()  # takes the mark that makes a backward update the scales of all
             return self._manager.get_autocast_state()
 
@@ -63,7 +66,8 @@ class Region:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         before = self._before.pop()
         if self._inside is None:
-            before.__exit__(kind, error, at)
+            with torch.no_grad():
+                before.__exit__(kind, error, at)
         else:
             self._manager.set_autocast_state(before)
 
