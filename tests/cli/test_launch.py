@@ -59,6 +59,7 @@ def seen(folder: Path, rank: int = 0) -> dict[str, object]:
 TE = {
     "use_autocast_during_eval": True, "margin": 2, "interval": 3, "fp8_format": "E4M3", "amax_history_len": 17,
     "amax_compute_algo": "max", "override_linear_precision": [False, True, True], "use_mxfp8_block_scaling": True,
+    "convert_norms": False,
 }  # fmt: skip
 AO = {
     "pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "skip_first_and_last": False,

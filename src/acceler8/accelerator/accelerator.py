@@ -48,6 +48,7 @@ from acceler8.accelerator.scheduler import AcceleratedScheduler
 from acceler8.accelerator.surface import Surface, refuse_arguments
 from acceler8.accelerator.tracking import Tracking
 from acceler8.accelerator.unwrap import plain_model
+from acceler8.backends.torchao import TorchaoOptions
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
 from acceler8.config import resolve as configuration
@@ -360,7 +361,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         """What ``plan`` is told of the recipe and of the backend's own settings. A torchao config says the recipe."""
         word, handler = self._fp8_backend.value, self.handlers.ao
         options = options_of(self.effective, word, handler)
-        has_config = options is not None and handler is not None and handler.config is not None
+        has_config = isinstance(options, TorchaoOptions) and options.config is not None
         return {
             "recipe": None if has_config else self.recipe,
             "skip": self.effective["fp8_config.skip"] if has_config else None,

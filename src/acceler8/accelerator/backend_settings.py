@@ -11,6 +11,7 @@ from torch import nn
 from acceler8.backends import BackendOptions
 from acceler8.backends.torchao import TorchaoOptions
 from acceler8.backends.torchao.filters import filter_first_and_last_linear_layers
+from acceler8.backends.transformer_engine import TransformerEngineOptions
 from acceler8.config.handlers import AORecipeKwargs
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
@@ -21,13 +22,15 @@ Filter = Callable[[str, nn.Module], bool]
 
 def options_of(effective: Effective, backend: str, handler: AORecipeKwargs | None) -> BackendOptions | None:
     """The options of a backend, by the word that settings use for it; None if it has none."""
-    if backend != "AO":
-        return None
 
     def value(key: str, default: bool) -> bool:
         found: bool | None = effective[_FP8 + key]
         return default if found is None else found
 
+    if backend == "TE":
+        return TransformerEngineOptions(convert_norms=value("convert_norms", True))
+    if backend != "AO":
+        return None
     config = None if handler is None else handler.config
     evaluates = value("use_autocast_during_eval", False)
     return TorchaoOptions(

@@ -150,7 +150,9 @@ class Backend:
         """Layers, by ``id``, that the library leaves in high precision unless told otherwise, with the reason."""
         return {}
 
-    def also_converts(self, model: nn.Module, recipe: Recipe | LayerRecipes) -> list[AlsoConverted]:
+    def also_converts(
+        self, model: nn.Module, recipe: Recipe | LayerRecipes, options: BackendOptions | None = None
+    ) -> list[AlsoConverted]:
         """Modules beside the linear layers that it takes over, or would but for a reason: the plan shows them."""
         return []
 

@@ -180,13 +180,13 @@ class TERecipeKwargs(RecipeHandler):
     """FP8 by TransformerEngine. ``override_linear_precision``: fprop, dgrad, wgrad in high precision.
 
     Beside Accelerate's fields, by keyword: ``recipe`` (default ``delayed``) and which layers it is for, as in
-    ``NativeRecipeKwargs``.
+    ``NativeRecipeKwargs``; ``convert_norms`` (default True): LayerNorm and RMSNorm as TransformerEngine's in training.
     """
 
     BACKEND = "TE"
     PATHS = _paths(
         *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
-        *("override_linear_precision", "use_mxfp8_block_scaling", *_LAYERWISE),
+        *("override_linear_precision", "use_mxfp8_block_scaling", "convert_norms", *_LAYERWISE),
     )
 
     use_autocast_during_eval: bool | None = None
@@ -197,6 +197,7 @@ class TERecipeKwargs(RecipeHandler):
     amax_compute_algo: str | None = None
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
+    convert_norms: bool | None = dataclasses.field(default=None, kw_only=True)
     recipe: str | None = dataclasses.field(default=None, kw_only=True)
     layer_recipes: Iterable[str] | Mapping[str, str | None] | None = dataclasses.field(default=None, kw_only=True)
     skip: Iterable[str] | None = dataclasses.field(default=None, kw_only=True)

@@ -312,6 +312,17 @@ class Fp8Config(Section):
             defaults={"AO": None},
         ),
     ] = None
+    convert_norms: A[
+        bool | None,
+        _fp8(
+            "convert_norms",
+            kind=Bool(),
+            help="LayerNorm and RMSNorm run as TransformerEngine's too, in training.",
+            ask="Run LayerNorm and RMSNorm as TransformerEngine's too?",
+            backends=("TE",),
+            defaults={"TE": True},
+        ),
+    ] = None
     opt_level: A[
         str | None,
         _fp8(

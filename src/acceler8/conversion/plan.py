@@ -340,7 +340,7 @@ def plan(
     kept = {row.name for row in rows if row.is_fp8} if not never_slower else asked
     rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, fuse and engine.fuses)
     made = _finish(model, recipe, engine, rows, window, fusions, options)
-    made = dataclasses.replace(made, also=_also(model, recipe, engine, skip), options=options)
+    made = dataclasses.replace(made, also=_also(model, recipe, engine, skip, options), options=options)
     made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
     return _by_depth(model, made, last_layers)
 
@@ -355,11 +355,15 @@ def _check_backend_has(engine: Backend, recipe: Recipe | LayerRecipes, device: t
 
 
 def _also(
-    model: nn.Module, recipe: Recipe | LayerRecipes, engine: Backend, skip: tuple[str, ...]
+    model: nn.Module,
+    recipe: Recipe | LayerRecipes,
+    engine: Backend,
+    skip: tuple[str, ...],
+    options: BackendOptions | None,
 ) -> tuple[AlsoRow, ...]:
     """What the backend takes over beside the layers, without what the user skips by name."""
     rows = []
-    for found in engine.also_converts(model, recipe):
+    for found in engine.also_converts(model, recipe, options):
         reason = found.refusal or ""
         if pattern := first_match(found.name, (*_skip_of(recipe), *skip)):
             reason = f"skipped by name ({pattern})"

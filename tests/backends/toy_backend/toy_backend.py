@@ -58,7 +58,7 @@ class ToyBackend(Backend):
     def capabilities(self) -> tuple[Capability, ...]:
         return Capability(recipe="tensorwise"), Capability(recipe="rowwise", compute=(99, 0))
 
-    def also_converts(self, model, recipe) -> list[AlsoConverted]:
+    def also_converts(self, model, recipe, options=None) -> list[AlsoConverted]:
         found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
         return [AlsoConverted(name=n, module=m, refusal=None if m.bias is None else "has a bias") for n, m in found]
 

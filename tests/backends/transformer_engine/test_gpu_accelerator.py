@@ -56,6 +56,15 @@ def test_settings_arrive():
     acceler8.verify(model, optimizer)
 
 
+@pytest.mark.parametrize("on", [None, True, False])
+def test_norms_are_left_on_request(on: bool | None):
+    norms = nn.Sequential(nn.LayerNorm(256, device="cuda"), nn.Linear(256, 256, device="cuda"))
+    accelerator, model, _ = prepared(norms, handler={"convert_norms": on})
+    assert (type(model[0]) is nn.LayerNorm) is (on is False)
+    assert isinstance(model[1], library.load().Linear)
+    assert ("convert_norms is off" in str(accelerator.plan)) is (on is False)
+
+
 def test_weights_are_cast_once_a_step_across_micro_batches():
     accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
     kept = []

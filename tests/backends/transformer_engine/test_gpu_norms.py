@@ -126,6 +126,7 @@ def test_norms_that_it_cannot_take_stay():
 def test_they_can_be_left():
     model = model_of(nn.LayerNorm(256))
     plan = acceler8.plan(model, TENSORWISE, "te", options=TransformerEngineOptions(convert_norms=False))
+    assert "convert_norms is off" in str(plan)
     acceler8.convert(model, plan)
     assert type(model[0]) is nn.LayerNorm
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from acceler8 import backends, recipes
+from acceler8.backends.transformer_engine import TransformerEngineOptions
 from acceler8.backends.transformer_engine.norms import find_norms
 
 TE = backends.find("transformer_engine")
@@ -82,6 +83,9 @@ def test_the_plan_is_told():
     model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32, bias=False))
     told = {also.name: also.refusal for also in TE.also_converts(model, recipes.get("tensorwise"))}
     assert told == {"0": None, "2": "no bias, and TransformerEngine's LayerNorm always has one"}
+    off = TransformerEngineOptions(convert_norms=False)
+    told = {also.name: also.refusal for also in TE.also_converts(model, recipes.get("tensorwise"), off)}
+    assert told["0"] == "convert_norms is off"
 
 
 def test_norms_of_transformers():

@@ -64,8 +64,8 @@ class TransformerEngineBackend(Backend):
             notes.append(f"{' and '.join(high)} in high precision, computed beside TransformerEngine")
         if _converts_norms(options):
             notes.append(
-                "norms run as TransformerEngine's in training: under autocast they give its dtype, where PyTorch's"
-                " LayerNorm gives FP32"
+                "norms run as TransformerEngine's in training: under autocast they cast their input to its dtype and"
+                " give that, where PyTorch's LayerNorm computes and gives FP32"
             )
         return notes
 
@@ -86,12 +86,14 @@ class TransformerEngineBackend(Backend):
             return None  # a plan of a machine that has it; there the layer is asked again
         return linear_clash(module)
 
-    def also_converts(self, model: nn.Module, recipe: Recipe | LayerRecipes) -> list[AlsoConverted]:
+    def also_converts(
+        self, model: nn.Module, recipe: Recipe | LayerRecipes, options: BackendOptions | None = None
+    ) -> list[AlsoConverted]:
         """Norms."""
-        is_here = library.unavailable() is None
+        is_here, off = library.unavailable() is None, None if _converts_norms(options) else "convert_norms is off"
         found = []
         for norm in find_norms(model):
-            refusal = norm.refusal or (norm_clash(norm) if is_here else None)
+            refusal = norm.refusal or off or (norm_clash(norm) if is_here else None)
             found.append(AlsoConverted(name=norm.name, module=norm.module, refusal=refusal))
         return found
 
