@@ -73,6 +73,7 @@ def test_defaults_are_accelerates() -> None:
         "amax_compute_algo": "most_recent",
         "override_linear_precision": (False, False, False),
         "use_mxfp8_block_scaling": False,
+        "convert_norms": True,
     }
     ao = AORecipeKwargs()
     assert (ao.pad_inner_dim, ao.enable_fsdp_float8_all_gather) == (True, True)
