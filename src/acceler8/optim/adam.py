@@ -3,8 +3,8 @@
     optimizer = acceler8.optim.AdamW(model.named_parameters(), lr=3e-4, moments="fp8", master="bf16_remainder")
     print(optimizer.summary())
 
-Without ``moments`` and ``master`` it is torch's AdamW to a few ulps. With FP8 moments and a BF16 remainder a BF16
-parameter has 2.06 + 2 bytes of state and the update of FP32 weights. Formulas, formats and why they are what they are
+Without ``moments`` and ``master`` it is torch's AdamW to a few ulps for FP32 parameters. With FP8 moments and a BF16
+remainder a BF16 parameter has 2.06 + 2 bytes of state and the update of FP32 weights. Formulas, formats and why they are what they are
 stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; docs/optimizers.md has figures.
 """
 

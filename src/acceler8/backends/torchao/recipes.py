@@ -17,9 +17,9 @@ from acceler8.backends.torchao.options import TorchaoOptions
 from acceler8.errors import PlanError, RecipeError
 from acceler8.formats import E4M3, E5M2
 from acceler8.recipes import CurrentScaling, Gemm, Operand, Recipe, get
+from acceler8.recipes.registry import GW_HP
 from acceler8.scaling import ROWWISE, TENSORWISE
 
-GW_HP = "rowwise_with_gw_hp"
 NAMES = ("tensorwise", "rowwise", GW_HP)
 """torchao's names of recipes; the last is ours for ``rowwise`` with wgrad in high precision."""
 
