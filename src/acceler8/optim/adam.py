@@ -4,8 +4,8 @@
     print(optimizer.summary())
 
 Without ``moments`` and ``master`` it is torch's AdamW to a few ulps for FP32 parameters. With FP8 moments and a BF16
-remainder a BF16 parameter has 2.06 + 2 bytes of state and the update of FP32 weights. Formulas, formats and why they are what they are
-stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; docs/optimizers.md has figures.
+remainder a BF16 parameter has 2.06 + 2 bytes of state and the update of FP32 weights. Formulas, formats and why
+they are what they are stand in ``acceler8.kernels.adam`` and ``acceler8.formats.blocks``; figures: docs/optimizers.md.
 """
 
 from __future__ import annotations
