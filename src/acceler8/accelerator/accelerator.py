@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ from acceler8.accelerator.processes import join_processes
 from acceler8.accelerator.properties import Properties
 from acceler8.accelerator.report import Fp8Report
 from acceler8.accelerator.scheduler import AcceleratedScheduler
+from acceler8.accelerator.strategies import make_strategy
 from acceler8.accelerator.surface import Surface, refuse_arguments
 from acceler8.accelerator.tracking import Tracking
 from acceler8.accelerator.unwrap import plain_model
@@ -73,7 +74,7 @@ from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.costs import CostTable, gpu_of
 from acceler8.errors import ConfigError, MissingLibraryError, NotInThisVersionError, RecipeError, unknown_name
 from acceler8.nn import find_states
-from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
+from acceler8.parallel import Strategy
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes import get as recipe_named
 from acceler8.recipes import names as recipe_names
@@ -221,7 +222,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         )
         self.clock = StepClock()
         self.processes = join_processes(current_environment(), device, self.effective.uses_cpu, self.init_handler)
-        self.strategy: Strategy = self._strategy()
+        self.strategy: Strategy = make_strategy(
+            self.effective, self.processes, self.ddp_handler, self.fsdp_plugin, self.deepspeed_plugin
+        )
         self.scaler = self._loss_scaler()
         self._loader_context = LoaderContext(
             processes=self.processes,
@@ -237,21 +240,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
 
-    def _strategy(self) -> Strategy:
-        if self.num_processes == 1:
-            return SingleProcess(self.device)
-        handler = self.ddp_handler
-        return ReplicatedProcesses(
-            self.device,
-            self.process_index,
-            self.num_processes,
-            options=None if handler is None else handler.to_kwargs(),
-            register=None if handler is None else handler.register_comm_hook,
-        )
-
     def _loss_scaler(self) -> LossScaler | None:
         handler = self.scaler_handler
-        if self.mixed_precision != "fp16" or (handler is not None and not handler.enabled):
+        if self.mixed_precision != "fp16" or self.strategy.scales_loss or (handler is not None and not handler.enabled):
             return None
         return LossScaler(self.device.type, None if handler is None else handler.to_dict(), self.strategy.agree)
 
@@ -309,11 +300,13 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         for obj in objects:
             self._refuse_what_cannot_run(obj)
         places = self._check_placements(objects, device_placement)
+        given = [obj.optimizer if isinstance(obj, AcceleratedOptimizer) else obj for obj in objects]
+        optimizers = [obj for obj in given if isinstance(obj, Optimizer)]
         wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
                 with self._placement(places.get(id(obj))):
-                    wrapped[id(obj)] = self._prepare_model(obj)
+                    wrapped[id(obj)] = self._prepare_model(obj, optimizers)
         prepared = []
         for obj in objects:
             with self._placement(places.get(id(obj))):
@@ -328,7 +321,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             for limit in backend_choice.cannot_run(self.effective):
                 raise NotInThisVersionError(limit)
 
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
+    def _prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         for known in self._models:
             if model is known or model is self.strategy.unwrap(known):
                 return known
@@ -357,7 +350,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             )
         self._wrap_forward(model)
         compile_model(model, self.effective, self.dynamo_plugin)
-        model = self.strategy.wrap(given)
+        known_optimizers = [known.given for known in self._optimizers]
+        model = self.strategy.wrap(given, [*known_optimizers, *(o for o in optimizers if o not in known_optimizers)])
         self._models.append(model)
         self._take_over_attachments()
         return model
@@ -372,7 +366,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             "skip": self.effective["fp8_config.skip"] if has_config else None,
             "filter_fn": filter_of(self.effective, word, handler),
             "options": options,
-            "strategy": "single" if self.num_processes == 1 else "ddp",
+            "strategy": self.strategy.name,
         }
 
     def _slow_in_eager(self, model: nn.Module) -> list[str]:
@@ -406,11 +400,13 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             return obj
         if isinstance(obj, Optimizer):
             for optimizer in self._optimizers:
-                if optimizer.optimizer is obj:
+                if obj is optimizer.given or obj is optimizer.optimizer:
                     return optimizer
-            _move_state(obj)
+            stepped = self.strategy.take(obj)
+            _move_state(stepped)
             number = len(self._optimizers)
-            self._optimizers.append(AcceleratedOptimizer(obj, self.gradients, self.clock, self.scaler, number))
+            made = AcceleratedOptimizer(stepped, self.gradients, self.clock, self.scaler, number, given=obj)
+            self._optimizers.append(made)
             self._take_over_attachments()
             return self._optimizers[-1]
         if isinstance(obj, LRScheduler):
@@ -442,10 +438,11 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` with the loss divided by the micro-batches of a step (and scaled, under FP16)."""
-        loss = loss / self.gradients.num_steps
+        if not self.strategy.divides_loss:
+            loss = loss / self.gradients.num_steps
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
+        self.strategy.backward(loss, is_last=self.gradients.sync_gradients, **kwargs)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:

@@ -16,6 +16,7 @@ from acceler8.scaling import StepClock
 class AcceleratedOptimizer(Optimizer):
     """Wraps ``optimizer``; attributes, groups and state are the wrapped optimizer's own.
 
+    given: the optimizer that the script made, where its engine put another in its place; default ``optimizer``.
     number: which of its Accelerator's optimizers it is; ``StepClock`` counts the steps of several by it.
     """
 
@@ -26,8 +27,11 @@ class AcceleratedOptimizer(Optimizer):
         clock: StepClock,
         scaler: LossScaler | None,
         number: int = 0,
+        *,
+        given: Optimizer | None = None,
     ) -> None:
         self.optimizer, self.gradients, self.clock, self.scaler = optimizer, gradients, clock, scaler
+        self.given = optimizer if given is None else given
         self.number, self.step_was_skipped = number, False
 
     def __getattr__(self, name: str) -> Any:

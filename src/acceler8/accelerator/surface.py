@@ -254,7 +254,8 @@ class Surface:
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to ±``clip_value``; under FP16 and inside a window as ``clip_grad_norm_``."""
-        nn.utils.clip_grad_value_(parameters, clip_value * self._gradient_scale())
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self.strategy.clip_grad_value(parameters, clip_value * self._gradient_scale())
 
     def _gradient_scale(self) -> float:
         """What gradients are multiplied by: 1 but in the middle of an FP16 window; where it ends they are unscaled."""

@@ -14,7 +14,7 @@ Weights are equal on all ranks because the averaged gradients are, bit for bit, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from acceler8.nn import ModelState, find_states
+from acceler8.parallel.protocol import Strategy
 from acceler8.scaling import AmaxState, StepClock
 from acceler8.scaling.delayed import STAGING
 
@@ -61,7 +63,7 @@ def share_amaxes(state: ModelState) -> None:
     state.attached.append(SharedAmaxes(amax, state.clock))
 
 
-class ReplicatedProcesses:
+class ReplicatedProcesses(Strategy):
     """The strategy of several processes that each hold the whole model. The process group runs already.
 
     options: keyword arguments of ``torch.nn.parallel.DistributedDataParallel``. register: called with each wrapped
@@ -78,15 +80,12 @@ class ReplicatedProcesses:
         options: Mapping[str, Any] | None = None,
         register: Callable[[DistributedDataParallel], None] | None = None,
     ) -> None:
-        self.device, self.process_index, self.num_processes = device, process_index, num_processes
+        super().__init__(device)
+        self.process_index, self.num_processes = process_index, num_processes
         self._options, self._register = dict(options or {}), register
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def place(self, model: nn.Module) -> None:
-        """Move the model to this process's device."""
-        model.to(self.device)
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """``model`` in DistributedDataParallel: Parameters and buffers become rank 0's on all ranks.
 
         A model without a trainable parameter comes back as it is, for there is nothing to average, and so does one that
@@ -114,10 +113,6 @@ class ReplicatedProcesses:
             if model is wrapped or model is wrapped.module:
                 return wrapped.no_sync()
         return nullcontext()
-
-    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``: behind a backward that averaged, all ranks find the same norm."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def agree(self, flag: Tensor) -> None:
         """A MAX over ranks, in place."""
