@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from acceler8 import backends, recipes
 from acceler8.cli.app import app
 from acceler8.cli.env import describe, redact
 
@@ -54,3 +56,29 @@ def test_the_command_prints_json():
     result = CliRunner().invoke(app, ["env", "--json"])
     assert result.exit_code == 0
     assert set(json.loads(result.output)) >= {"Versions", "Hardware", "Effective configuration"}
+
+
+def test_the_matrix_is_the_backends_own_table():
+    """Each cell is what ``plan`` does, for the recipe by that name on a device that it runs on."""
+    result = CliRunner().invoke(app, ["env", "--matrix", "--json"])
+    rows = json.loads(result.output)
+    assert {(row["backend"], row["recipe"]) for row in rows} == {
+        (name, capability.recipe) for name in backends.names() for capability in backends.find(name).capabilities()
+    }
+    for row in rows:
+        assert tuple(row["strategies"]) == backends.STRATEGIES
+        engine, recipe = backends.find(row["backend"]), recipes.get(row["recipe"])
+        for strategy, cell in row["strategies"].items():
+            why = engine.lacks(recipe, torch.device("meta"), strategy)
+            assert cell["runs"] is (why is None), (row["backend"], row["recipe"], strategy, why)
+            assert cell["runs"] is not bool(cell["reason"])
+            assert why is None or not cell["reason"] or "refused" in cell["reason"] or cell["reason"] in why
+
+
+def test_the_matrix_as_text_names_every_refusal():
+    text = CliRunner().invoke(app, ["env", "--matrix"]).output
+    header = next(line for line in text.splitlines() if line.startswith("| backend"))
+    assert all(f" {strategy} " in header for strategy in backends.STRATEGIES)
+    numbers = {int(n) for n in re.findall(r"no \((\d+)\)", text)}
+    notes = {int(n) for n in re.findall(r"^  (\d+)\. \S", text, re.MULTILINE)}
+    assert numbers == notes

@@ -72,7 +72,14 @@ from acceler8.config.run_handlers import (
 from acceler8.config.sources import DEFAULT, NOT_FP8, Precedence, Source, Value
 from acceler8.conversion import Attachment, Plan, convert, plan
 from acceler8.costs import CostTable, gpu_of
-from acceler8.errors import ConfigError, MissingLibraryError, NotInThisVersionError, RecipeError, unknown_name
+from acceler8.errors import (
+    ConfigError,
+    MissingLibraryError,
+    NotInThisVersionError,
+    PlanError,
+    RecipeError,
+    unknown_name,
+)
 from acceler8.nn import find_states
 from acceler8.parallel import Strategy
 from acceler8.recipes import LayerRecipes, Recipe
@@ -225,6 +232,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.strategy: Strategy = make_strategy(
             self.effective, self.processes, self.ddp_handler, self.fsdp_plugin, self.deepspeed_plugin
         )
+        self._check_backend_runs_there()
         self.scaler = self._loss_scaler()
         self._loader_context = LoaderContext(
             processes=self.processes,
@@ -266,6 +274,16 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 f"{source}: FP8 backend {self.backend} cannot be used: {problem}; or name backend NATIVE, which needs"
                 " no library"
             )
+
+    def _check_backend_runs_there(self) -> None:
+        """A recipe that the backend does not run under this strategy is said now; its device, when a model is there."""
+        if self.recipe is None:
+            return
+        own = [self.recipe] if isinstance(self.recipe, Recipe) else [made for _, made in self.recipe.patterns if made]
+        for recipe in own:
+            why = backends.find(self.backend).lacks(recipe, torch.device("meta"), self.strategy.name)
+            if why is not None and self.strategy.name != "single":
+                raise PlanError(why)
 
     def _recipe(self) -> Recipe | LayerRecipes | None:
         """What the backend runs; a Recipe object as it is, for settings may not say all of it."""

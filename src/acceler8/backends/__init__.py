@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acceler8.backends.capability import STRATEGIES, Capability, kind_of
+from acceler8.backends.capability import STRATEGIES, Capability, Cell, cells, kind_of, needs
 from acceler8.backends.fusion import KINDS, Fusion
 from acceler8.backends.options import BackendOptions
 from acceler8.backends.protocol import AlsoConverted, Backend, Conversion, PlannedLayer, Window
@@ -15,14 +15,17 @@ __all__ = [
     "Backend",
     "BackendOptions",
     "Capability",
+    "Cell",
     "Conversion",
     "Fusion",
     "PlannedLayer",
     "Window",
+    "cells",
     "find",
     "full_name",
     "get",
     "kind_of",
     "names",
+    "needs",
     "registered",
 ]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from acceler8.recipes import Recipe
 from acceler8.scaling import ROWWISE, TENSORWISE, BLOCK_1x128, MX_1x32
 
-STRATEGIES = ("single", "ddp", "fsdp2", "deepspeed")
-"""One process; every process the whole model; sharded by FSDP2; by DeepSpeed."""
+STRATEGIES = ("single", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
+"""One process; every process the whole model; sharded by FSDP2; by DeepSpeed's engine, at each of its stages."""
 _KINDS = {TENSORWISE: "tensorwise", ROWWISE: "rowwise", BLOCK_1x128: "blockwise", MX_1x32: "mxfp8"}
 
 
@@ -29,6 +29,10 @@ class Capability:
     below: tuple[int, int] | None = None
     """The compute capability from which on it does not run any more; None: none."""
     strategies: tuple[str, ...] = ("single", "ddp")
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """Of strategies that are not among these: the reason, and what to do instead."""
+    gathers_fp8: bool = False
+    """True if FSDP2 can gather this recipe's weights as FP8 codes."""
 
     def runs_on(self, device: torch.device) -> bool:
         """True on this device. A model on the meta device may come to any."""
@@ -67,9 +71,47 @@ def lacking(
     elif not any(row.runs_on(device) for row in rows):
         what = f"does not run recipe {kind} on {device_said(device)} ({_needs(rows)})"
     else:
-        what = f"does not run recipe {kind} under {strategy}"
+        reason = rows[0].why_not.get(strategy)
+        what = f"does not run recipe {kind} under {strategy}" + (f" ({reason})" if reason else "")
     named = f"backend {backend!r}" if recipe.name == kind else f"backend {backend!r}, asked for {recipe.name!r},"
     return f"{named} {what}; allowed there: {allowed}; choose one of them, or another backend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Whether one backend runs one recipe under one strategy, on devices that the recipe runs on."""
+
+    backend: str
+    recipe: str
+    strategy: str
+    runs: bool
+    reason: str = ""
+    """Why not."""
+    gathers_fp8: bool = False
+    """FSDP2 only: its weights can travel as FP8 codes."""
+
+
+def cells(backend: str, table: Iterable[Capability]) -> list[Cell]:
+    """A backend's table, one cell for each of its recipes and each strategy."""
+    found = []
+    for row in table:
+        for strategy in STRATEGIES:
+            runs = strategy in row.strategies
+            reason = "" if runs else row.why_not.get(strategy, "not tested with this backend, and so refused")
+            gathers = row.gathers_fp8 and runs and strategy == "fsdp2"
+            found.append(
+                Cell(
+                    backend=backend, recipe=row.recipe, strategy=strategy, runs=runs, reason=reason, gathers_fp8=gathers
+                )
+            )
+    return found
+
+
+def needs(row: Capability) -> str:
+    """The devices of one row: ``any device``, ``a GPU from compute capability 8.9, or the CPU``."""
+    if row.compute is None and row.below is None:
+        return "any device"
+    return "a GPU " + _needs([row]).removeprefix("it needs a GPU ") + (", or the CPU" if row.on_cpu else "")
 
 
 def device_said(device: torch.device) -> str:

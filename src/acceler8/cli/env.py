@@ -35,10 +35,17 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 def env(
     config_file: Annotated[Path | None, typer.Option("--config_file", "--config-file", help="YAML to read.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Print which backend runs which recipe under DDP, FSDP2 and ZeRO instead.")
+    ] = False,
 ) -> None:
     """Print versions, hardware and the effective configuration; secrets are left out."""
+    from acceler8.cli import matrix as table
     from acceler8.config import current_environment
 
+    if matrix:
+        typer.echo(json.dumps(table.rows(), indent=2) if as_json else table.text(table.rows()))
+        return
     report = describe(current_environment(), config_file)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
