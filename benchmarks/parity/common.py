@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import spread
 import transformers
 from nlp_data import load_model, read_mrpc
 
@@ -50,6 +52,8 @@ class Trainer:
     model: nn.Module
     step: Callable[[Batch], Tensor]
     """Forward, backward, optimizer; returns the loss."""
+    state: Callable[[], dict[str, Tensor]]
+    """The whole state_dict, on process 0; every process calls it."""
 
 
 Make = Callable[[nn.Module, argparse.Namespace], Trainer]
@@ -79,12 +83,16 @@ def arguments(description: str, **defaults: Any) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--strategy", choices=spread.STRATEGIES, default="single", help="how processes share the work")
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
     if not (args.data / "train.tsv").exists():
         raise SystemExit(f"--data: {args.data} has no train.tsv; MRPC is Microsoft's, download it and name its folder")
     if args.steps < 1 or args.batch < 1:
         raise SystemExit(f"--steps {args.steps} and --batch {args.batch}; allowed: 1 or more")
+    spread.join(args)
+    if args.batch % spread.processes():
+        raise SystemExit(f"--batch {args.batch} over {spread.processes()} processes; allowed: a multiple of these")
     return args
 
 
@@ -111,13 +119,15 @@ class Data:
         return {name: tensor.to(self.args.device) for name, tensor in batch.items()}
 
     def training(self) -> Iterator[Batch]:
-        """``--steps`` batches of full size."""
+        """``--steps`` batches of full size, of which each process gets its share."""
         generator, size, left = random.Random(self.args.seed), self.args.batch, self.args.steps
+        share = size // spread.processes()
         while left:
             order = list(range(len(self.train)))
             generator.shuffle(order)
             for start in range(0, len(order) - size + 1, size):
-                yield self._batch([self.train[i] for i in order[start : start + size]])
+                first = start + share * spread.rank()
+                yield self._batch([self.train[i] for i in order[first : first + share]])
                 left -= 1
                 if not left:
                     return
@@ -135,16 +145,21 @@ def fresh_model(args: argparse.Namespace) -> nn.Module:
     return model.to(args.device)
 
 
-def plain_copy(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+def plain_copy(state: dict[str, Tensor], args: argparse.Namespace) -> nn.Module:
     """The weights in the plain model, so that all are evaluated alike. TransformerEngine's own entries are left out."""
     plain = fresh_model(args)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")})
+    plain.load_state_dict({k: v for k, v in state.items() if not k.endswith("_extra_state")})
     return plain.eval()
 
 
-def metrics(model: nn.Module, args: argparse.Namespace, data: Data) -> dict[str, float]:
-    """Accuracy and F1 of the positive class, in percent."""
-    plain = plain_copy(model, args)
+def metrics(trainer: Trainer, args: argparse.Namespace, data: Data) -> dict[str, float]:
+    """Accuracy and F1 of the positive class, in percent; process 0 evaluates for all."""
+    state = trainer.state()
+    return dict(spread.of_first(_evaluate(state, args, data) if spread.rank() == 0 else None))
+
+
+def _evaluate(state: dict[str, Tensor], args: argparse.Namespace, data: Data) -> dict[str, float]:
+    plain = plain_copy(state, args)
     right = total = both = guessed = true = 0
     for batch in data.evaluation():
         with torch.no_grad(), autocast(args):
@@ -159,11 +174,11 @@ def metrics(model: nn.Module, args: argparse.Namespace, data: Data) -> dict[str,
 def run(make: Make, args: argparse.Namespace, data: Data) -> Outcome:
     """One training from the start."""
     trainer = make(fresh_model(args), args)
-    outcome = Outcome(before=metrics(trainer.model, args, data), after={})
+    outcome = Outcome(before=metrics(trainer, args, data), after={})
     torch.manual_seed(args.seed + 1)  # making a library's layers drew numbers; dropout is to draw the same ones
     losses = [trainer.step(batch).detach() for batch in data.training()]
-    outcome.losses = [float(loss) for loss in losses]
-    outcome.after = metrics(trainer.model, args, data)
+    outcome.losses = spread.of_first([float(loss) for loss in losses])
+    outcome.after = metrics(trainer, args, data)
     return outcome
 
 
@@ -171,7 +186,7 @@ def timed(sides: dict[str, Make], args: argparse.Namespace, data: Data) -> dict[
     """Milliseconds of a step, in turn on one batch, and the memory that it takes beside what lies there before."""
     batch = next(data.training())
     trainers = {name: make(fresh_model(args), args) for name, make in sides.items()}
-    on_gpu = args.device == "cuda"
+    on_gpu = args.device != "cpu"
     times: dict[str, list[float]] = {name: [] for name in trainers}
     peaks: dict[str, float] = {}
     for i in range(WARM_UP + args.timed_steps):
@@ -191,7 +206,7 @@ def timed(sides: dict[str, Make], args: argparse.Namespace, data: Data) -> dict[
 
 def held_memory(make: Make, args: argparse.Namespace, data: Data) -> float:
     """MiB that model, gradients, optimizer states and caches hold behind two steps."""
-    if args.device != "cuda":
+    if args.device == "cpu":
         return 0.0
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -212,9 +227,11 @@ def compare(backend: str, raw: Make, ours: Make, args: argparse.Namespace, libra
     result = {"backend": backend, "recipe": args.recipe, **facts(args, libraries), **verdict(outcomes)}
     if args.timed_steps:
         result |= overhead(raw, ours, args, data)
-    show(result)
-    if args.json:
+    if spread.rank() == 0:
+        show(result)
+    if args.json and spread.rank() == 0:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    spread.leave()
     return 0 if result["parity"] != "differs" and result.get("overhead_ok", True) else 1
 
 
@@ -257,11 +274,12 @@ def overhead(raw: Make, ours: Make, args: argparse.Namespace, data: Data) -> dic
 
 def facts(args: argparse.Namespace, libraries: tuple[str, ...]) -> dict[str, Any]:
     """What a number needs to be understood later."""
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    device = "CPU" if args.device == "cpu" else torch.cuda.get_device_name()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *libraries)}
     command = ["git", "rev-parse", "--short", "HEAD"]
     git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    settings = {name: getattr(args, name) for name in ("steps", "batch", "max_length", "lr", "seed")}
+    settings = {name: getattr(args, name) for name in ("strategy", "steps", "batch", "max_length", "lr", "seed")}
+    settings["processes"] = spread.processes()
     return {
         "device": device,
         "versions": versions,
@@ -274,7 +292,9 @@ def facts(args: argparse.Namespace, libraries: tuple[str, ...]) -> dict[str, Any
 def show(result: dict[str, Any]) -> None:
     """The result in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    print(f"{result['backend']}, recipe {result['recipe']}, {result['device']}, {versions}")
+    settings = result["settings"]
+    spread_said = f"{settings['strategy']}, {settings['processes']} process(es)"
+    print(f"{result['backend']}, recipe {result['recipe']}, {spread_said}, {result['device']}, {versions}")
     for name, found in result["metrics"].items():
         said = "; ".join(f"{when} accuracy {m['accuracy']:.2f} %, F1 {m['f1']:.2f} %" for when, m in found.items())
         print(f"  {name:10} {said}; last loss {result['last_loss'][name]:.6f}")
@@ -287,17 +307,46 @@ def show(result: dict[str, Any]) -> None:
         print(f"overhead: time x{result['time_ratio']:.4f}, memory x{result['memory_ratio']:.4f}: {is_ok}")
 
 
-def plain_step(optimizer: torch.optim.Optimizer, forward: Callable[[Batch], Any]) -> Callable[[Batch], Tensor]:
-    """The loop of a script without acceler8."""
+def raw_by(
+    exchange: Callable[[nn.Module, argparse.Namespace], None],
+    context: Callable[[nn.Module, argparse.Namespace], AbstractContextManager[Any]] | None = None,
+    attach: Callable[[nn.Module, Any], object] = lambda model, optimizer: None,
+) -> Make:
+    """The loop without acceler8: ``exchange`` puts the library's layers in, ``context`` is round forward."""
 
-    def step(batch: Batch) -> Tensor:
-        loss: Tensor = forward(batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    def make(model: nn.Module, args: argparse.Namespace) -> Trainer:
+        exchange(model, args)
 
-    return step
+        def around() -> AbstractContextManager[Any]:
+            stack = ExitStack()
+            stack.enter_context(autocast(args))
+            if context is not None:
+                stack.enter_context(context(model, args))
+            return stack
+
+        made = spread.Spread(model, args, around)
+        attach(model, made.optimizer)
+        model.train()
+        return Trainer(model, made.step, made.state)
+
+    return make
+
+
+def plugins(args: argparse.Namespace) -> dict[str, Any]:
+    """What an Accelerator is told of the strategy."""
+    from acceler8.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    if args.strategy == "fsdp2":
+        plugin: Any = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=["BertLayer"],
+            mixed_precision_policy=spread.policy(),
+        )
+        return {"fsdp_plugin": plugin}
+    if args.strategy.startswith("zero"):
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=spread.deepspeed_json(args))}
+    return {}
 
 
 def through_accelerator(handler: Any) -> Make:
@@ -306,7 +355,8 @@ def through_accelerator(handler: Any) -> Make:
     def make(model: nn.Module, args: argparse.Namespace) -> Trainer:
         from acceler8 import Accelerator
 
-        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=args.device == "cpu")
+        is_cpu = args.device == "cpu"
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=is_cpu, **plugins(args))
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
         model, optimizer = accelerator.prepare(model, optimizer)
         model.train()
@@ -318,11 +368,11 @@ def through_accelerator(handler: Any) -> Make:
             optimizer.zero_grad()
             return loss
 
-        return Trainer(model, step)
+        return Trainer(model, step, lambda: accelerator.get_state_dict(model))
 
     return make
 
 
 def autocast(args: argparse.Namespace) -> Any:
     """BF16, as acceler8 runs a model's forward."""
-    return torch.autocast(args.device, dtype=torch.bfloat16)
+    return torch.autocast("cpu" if args.device == "cpu" else "cuda", dtype=torch.bfloat16)

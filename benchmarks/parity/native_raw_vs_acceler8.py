@@ -10,25 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-import torch
-from common import Batch, Trainer, arguments, autocast, compare, plain_step, through_accelerator
+from common import arguments, compare, raw_by, through_accelerator
 from torch import nn
 
 import acceler8
 from acceler8 import NativeRecipeKwargs
 
 
-def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
+def exchange(model: nn.Module, args: argparse.Namespace) -> None:
     acceler8.convert(model, acceler8.plan(model, args.recipe))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    acceler8.attach(model, optimizer)
 
-    def forward(batch: Batch) -> object:
-        with autocast(args):
-            return model(**batch)
 
-    model.train()
-    return Trainer(model, plain_step(optimizer, forward))
+raw = raw_by(exchange, attach=acceler8.attach)
 
 
 def main() -> int:

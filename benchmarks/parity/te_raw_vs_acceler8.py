@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractContextManager
 
 import torch
-from common import Batch, Trainer, arguments, autocast, compare, plain_step, through_accelerator
+from common import arguments, compare, raw_by, through_accelerator
 from torch import nn
 
 from acceler8 import backends
@@ -50,19 +51,18 @@ def raw_recipe(name: str) -> object:
     return made
 
 
-def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
+def exchange(model: nn.Module, args: argparse.Namespace) -> None:
+    to_transformer_engine(model)
+
+
+def context(model: nn.Module, args: argparse.Namespace) -> AbstractContextManager[object]:
     import transformer_engine.pytorch as te
 
-    to_transformer_engine(model)
-    recipe = raw_recipe(args.recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    around: AbstractContextManager[object] = te.autocast(enabled=model.training, recipe=raw_recipe(args.recipe))
+    return around
 
-    def forward(batch: Batch) -> object:
-        with autocast(args), te.autocast(enabled=model.training, recipe=recipe):
-            return model(**batch)
 
-    model.train()
-    return Trainer(model, plain_step(optimizer, forward))
+raw = raw_by(exchange, context)
 
 
 def main() -> int:

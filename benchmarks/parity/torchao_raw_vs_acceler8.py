@@ -12,15 +12,14 @@ import argparse
 import dataclasses
 import sys
 
-import torch
-from common import Batch, Trainer, arguments, autocast, compare, plain_step, through_accelerator
+from common import arguments, compare, raw_by, through_accelerator
 from torch import nn
 
 from acceler8 import backends
 from acceler8.utils import AORecipeKwargs
 
 
-def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
+def exchange(model: nn.Module, args: argparse.Namespace) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -36,14 +35,9 @@ def raw(model: nn.Module, args: argparse.Namespace) -> Trainer:
         for module in model.modules():
             if isinstance(module, Float8Linear):
                 module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
-    def forward(batch: Batch) -> object:
-        with autocast(args):
-            return model(**batch)
 
-    model.train()
-    return Trainer(model, plain_step(optimizer, forward))
+raw = raw_by(exchange)
 
 
 def main() -> int:

@@ -151,16 +151,19 @@ def tiny(folder: Path) -> tuple[Path, Path]:
 
 @needs_transformers
 @pytest.mark.parametrize("backend", ["native", "torchao"])
-def test_a_script_runs_and_finds_parity(tmp_path, backend):
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_script_runs_and_finds_parity(tmp_path, backend, strategy):
     if importlib.util.find_spec(backend if backend != "native" else "torch") is None:
         pytest.skip(f"needs {backend}: pip install {backend}")
     model, data = tiny(tmp_path)
     script = PARITY / f"{BACKENDS[backend]}_raw_vs_acceler8.py"
     options = {"--model": model, "--data": data, "--steps": 3, "--batch": 4, "--json": tmp_path / "found.json"}
+    options["--strategy"] = strategy
+    launch = ["-m", "acceler8", "launch", "--num_processes", "2", "--cpu"] if strategy != "single" else []
     words = [str(word) for pair in options.items() for word in pair]
     environment = {**os.environ, "PYTHONPATH": str(PARITY.parents[1] / "src"), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, str(script), *words, "--timed_steps", "0", "--device", "cpu"],
+        [sys.executable, *launch, str(script), *words, "--timed_steps", "0", "--device", "cpu"],
         env=environment,
         capture_output=True,
         text=True,
