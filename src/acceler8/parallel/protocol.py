@@ -29,6 +29,12 @@ class Strategy:
     """True if the engine has its own loss scaler, under FP16."""
     is_sharded = False
     """True if no process holds the whole model; ``model_state`` then gathers it."""
+    has_dtensors = False
+    """True if shards are DTensors, of optimizer state too: checkpoints read and write them shard by shard."""
+    saves_whole = False
+    """True if checkpoints shall hold whole tensors though there are DTensors, gathered on process 0."""
+    keeps_gradients = False
+    """True if gradients of an unfinished step are the engine's, not ``.grad``: checkpoints cannot hold them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
