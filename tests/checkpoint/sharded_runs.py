@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from acceler8 import Accelerator, fp8_state_dict, optim
 from acceler8.accelerator.unwrap import plain_model
 from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.nn import find_states
 from acceler8.optim.state import Moment, read_moment
-from acceler8.parallel import Strategy
-from acceler8.parallel.ddp import share_amaxes
+from acceler8.parallel import fsdp2_whole
+from acceler8.utils import FullyShardedDataParallelPlugin
 
+FSDP = {"shards": "SHARDED_STATE_DICT", "whole": "FULL_STATE_DICT"}
 GLOBAL_BATCH = 16  # of four processes' 4, two processes' 8
-
-
-class ByHand(Strategy):
-    """``fully_shard`` on each layer and the whole, and the optimizer's Parameters exchanged."""
-
-    name = "ddp"  # the plan knows it
-    is_sharded = True
-    has_dtensors = True
-    keeps_gradients = True
-
-    def __init__(self, device: torch.device, process_index: int, num_processes: int, saves_whole: bool) -> None:
-        super().__init__(device)
-        self.process_index, self.num_processes, self.saves_whole = process_index, num_processes, saves_whole
-        self._new: dict[Tensor, Tensor] = {}
-
-    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        before = dict(model.named_parameters())
-        mesh = init_device_mesh("cpu", (self.num_processes,))
-        for part in (model.up, model.down, model.mid):
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        now = dict(model.named_parameters())
-        self._new |= {p: now[name] for name, p in before.items()}
-        for optimizer in optimizers:
-            self.take(optimizer)
-        for state in find_states(model):
-            share_amaxes(state)
-        return model
-
-    def take(self, optimizer: Optimizer) -> Optimizer:
-        for group in optimizer.param_groups:
-            group["params"] = [self._new.get(p, p) for p in group["params"]]
-        return optimizer
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        state = {name: whole(value) for name, value in model.state_dict().items()}
-        return state if self.process_index == 0 else {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = map_tensors(optimizer.state_dict(), whole)
-        return state if self.process_index == 0 else {}
 
 
 class Net(nn.Module):
@@ -102,12 +56,13 @@ class Sharded:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         short = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
-        self.accelerator = Accelerator(
-            "fp8", recipe="delayed", cpu=True, kwargs_handlers=[short], gradient_accumulation_steps=window
-        )
+        options: dict[str, Any] = {"kwargs_handlers": [short], "gradient_accumulation_steps": window}
+        if form in FSDP:
+            options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+                fsdp_version=2, state_dict_type=FSDP[form], auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10_000
+            )
+        self.accelerator = Accelerator("fp8", recipe="delayed", cpu=True, **options)
         here = self.accelerator.processes
-        if form in ("shards", "whole"):
-            self.accelerator.strategy = ByHand(here.device, here.process_index, here.num_processes, form == "whole")
         net = Net()
         optimizer = OPTIMIZERS[optimizer](net.parameters())
         self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
@@ -158,22 +113,5 @@ class Sharded:
 
 
 def whole(value: Any) -> Any:
-    """A copy of a tensor, gathered byte by byte, for gloo knows no FP8."""
-    if not isinstance(value, Tensor):
-        return value
-    if not isinstance(value, DTensor):
-        return value.detach().clone()
-    own = value.detach()._local_tensor.contiguous().clone()
-    rows = [None] * value.device_mesh.size()
-    dist.all_gather_object(rows, (own.view(torch.uint8).flatten() if own.numel() else torch.empty(0)).tolist())
-    held = torch.tensor([byte for row in rows for byte in row], dtype=torch.uint8)
-    return held.view(value.dtype).reshape(value.shape)
-
-
-def map_tensors(value: Any, change: Any) -> Any:
-    """A tree with ``change`` of each tensor in its place."""
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
-    return change(value)
+    """A copy of a tensor, gathered; anything else as it is."""
+    return fsdp2_whole.whole(value).clone() if isinstance(value, Tensor) else value

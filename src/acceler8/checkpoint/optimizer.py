@@ -216,9 +216,9 @@ def place_state(saved: dict[str, Any], model: Named, optimizer: Optimizer) -> di
 
 
 def _by_rows(values: dict[str, Any], p: DTensor, optimizer: StateFormatsOptimizer) -> dict[str, Any]:
-    """Scales that stand in one row, as a whole parameter keeps them, row by row, or what they scale in FP32."""
-    flat = [key for key, value in values.items() if key.endswith(SCALE) and len(getattr(value, "shape", (0, 0))) == 1]
-    if not flat:
+    """Scales that were saved whole in rows, as ``scales_by_rows`` has them; their parameter is sharded by rows."""
+    scales = [value for key, value in values.items() if key.endswith(SCALE) and isinstance(value, Stored)]
+    if all(scale.was_sharded for scale in scales):
         return values
     whole = {key: value.whole() if isinstance(value, Stored) else value for key, value in values.items()}
     made = scales_by_rows(whole, tuple(p.shape), optimizer.MOMENTS)

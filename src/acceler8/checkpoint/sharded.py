@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from acceler8.checkpoint.manifest import read_json, write_json
 from acceler8.checkpoint.tensorfile import read_with_header, write_tensors
 from acceler8.errors import CheckpointError
+from acceler8.parallel.fsdp2_whole import plain_local
 
 HEADER, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """PyTorch's words in a file's header: JSON of ``{tensor: {"saved_offsets": [...]}}``."""
@@ -84,7 +85,7 @@ class Stored:
     def placed(self, other: DTensor, placements: tuple[Any, ...], *, copy: bool = False) -> DTensor:
         """This process's shard, on the mesh and the device of ``other``."""
         shape, offset = compute_local_shape_and_global_offset(torch.Size(self.shape), other.device_mesh, placements)
-        local = self.box(tuple(offset), tuple(shape), copy=copy).to(other._local_tensor.device)
+        local = self.box(tuple(offset), tuple(shape), copy=copy).to(other.device)
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
             local, other.device_mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride
@@ -97,8 +98,8 @@ def is_sharded(tensors: Mapping[str, Any]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """What this process holds of a tensor, in plain form."""
+    return plain_local(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shard_file(stem: str, number: int, count: int) -> str:
