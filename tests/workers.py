@@ -11,7 +11,9 @@ SEVERAL_PROCESSES = "they train in processes of their own, so two at once would 
 TOGETHER = {
     "tests/accelerator/test_ddp.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_documented_script.py": SEVERAL_PROCESSES,
+    "tests/accelerator/test_fsdp.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_processes.py": SEVERAL_PROCESSES,
+    "tests/checkpoint/test_sharded.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,
     "tests/parallel/test_fsdp2_all_gather.py": SEVERAL_PROCESSES,

@@ -56,8 +56,10 @@ def test_each_process_goes_on_with_its_own_random_numbers(outcome):
 def test_what_fails_in_one_raises_in_both(outcome):
     _, (zero, one) = outcome
     assert "custom_1, a Fails, cannot be saved" in zero["save_error"]
-    assert one["save_error"] == "another process could not do its part of the checkpoint; its error says why"
-    assert "another process could not do its part" in zero["load_error"]
+    assert one["save_error"].startswith("process 0 could not do its part of the checkpoint: custom_1, a Fails, cannot")
+    assert zero["load_error"].startswith(
+        "process 1 could not do its part of the checkpoint: custom_1 rejects its saved"
+    )
     assert "custom_1 rejects its saved state (rejected)" in one["load_error"]
     assert zero["left"] == one["left"] == ["checkpoint_1", "checkpoint_8"]
 

@@ -344,6 +344,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             if model is known or model is self.strategy.unwrap(known):
                 return known
         given, model = model, self.strategy.unwrap(model)  # a script may have wrapped it itself
+        self.strategy.compute_dtype = PRECISIONS[self.mixed_precision]
         if self.device_placement:
             self.strategy.place(model)
         for optimizer in self._optimizers:
@@ -367,6 +368,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 ", ".join(sorted({state.plan.recipe.name for state in states})),
             )
         self._wrap_forward(model)
+        self.strategy.checkpoint_activations(model)
         compile_model(model, self.effective, self.dynamo_plugin)
         known_optimizers = [known.given for known in self._optimizers]
         model = self.strategy.wrap(given, [*known_optimizers, *(o for o in optimizers if o not in known_optimizers)])
@@ -485,7 +487,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.gradients.begin_micro_batch()
         targets = models or tuple(self._models)
         codes = []
-        if self.gradients.num_steps > 1:
+        if self.gradients.num_steps > 1 and self.strategy.keeps_weight_codes:
             codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
             if not (self.gradients.sync_gradients or self.gradients.sync_each_batch):

@@ -29,16 +29,18 @@ from acceler8.accelerator.unwrap import plain_model
 from acceler8.checkpoint.export import export_model, replace_file
 from acceler8.checkpoint.folder import building_path, named_folder, target_folder, whole_folder
 from acceler8.checkpoint.load import load
-from acceler8.checkpoint.manifest import write_manifest
+from acceler8.checkpoint.manifest import file_entry, write_manifest
+from acceler8.checkpoint.model import load_state, share_ties
 from acceler8.checkpoint.project import ProjectConfiguration, drop_oldest, free_number, newest_whole, numbered
-from acceler8.checkpoint.resume import LoadReport, Resume
+from acceler8.checkpoint.resume import Engine, LoadReport, Resume
 from acceler8.checkpoint.save import OWNED, plain_values
 from acceler8.checkpoint.shards import DEFAULT_SHARD_SIZE, parse_size
 from acceler8.checkpoint.together import Together
-from acceler8.checkpoint.training import Training, check_finite, write_common, write_process
+from acceler8.checkpoint.training import Training, check_finite, write_common, write_process, write_shards
 from acceler8.config.environment import current_environment
 from acceler8.config.sources import Effective
 from acceler8.errors import CheckpointError, ConfigError
+from acceler8.parallel import Strategy
 from acceler8.scaling import StepClock
 
 _log = logging.getLogger("acceler8")
@@ -52,6 +54,7 @@ class Checkpoints:
     effective: Effective
     mixed_precision: str
     gradients: GradientState
+    strategy: Strategy
     clock: StepClock
     scaler: LossScaler | None
     project_configuration: ProjectConfiguration
@@ -158,7 +161,7 @@ class Checkpoints:
             input_dir = config.checkpoints() / f"checkpoint_{newest}"
         folder = named_folder(input_dir, "load_state: input_dir")
         models = [plain_model(model) for model in self._models]
-        resume = self._group.run(lambda: self._open(folder, strict, force))
+        resume = self._open(folder, strict, force)
         left = list(self._models)
         self._group.run(lambda: self._run_hooks(self._load_hooks, left, str(resume.checkpoint.folder)))
         kept = {id(plain_model(model)) for model in left}
@@ -168,7 +171,7 @@ class Checkpoints:
         except BaseException:
             resume.undo()  # where this process could and another could not
             raise
-        report = resume.finish(wanted)
+        report = self._group.run(lambda: resume.finish(wanted))
         if config.automatic_checkpoint_naming:
             config.iteration = 1 + max(numbered(config.checkpoints()), default=-1)
         _log.log(logging.WARNING if report.reset else logging.INFO, "%s", report)
@@ -209,7 +212,13 @@ class Checkpoints:
         return _register(self._load_hooks, hook)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state_dict in high precision; with ``unwrap`` under the plain model's names."""
+        """The state_dict in high precision; with ``unwrap`` under the plain model's names.
+
+        Of a sharded model it is gathered: every process calls this, process 0 gets it, whole and on the CPU, the others
+        an empty one.
+        """
+        if self.strategy.is_sharded:
+            return share_ties(plain_model(model), self.strategy.model_state(model))
         state: dict[str, Any] = (plain_model(model) if unwrap else model).state_dict()
         return state
 
@@ -229,10 +238,12 @@ class Checkpoints:
         """
         _refuse_pickle(safe_serialization)
         state = self.get_state_dict(model)
+        plain, advice = plain_model(model), "pass force=True to save it all the same"
         if not force:
-            check_finite(plain_model(model), state, type(model).__qualname__, "pass force=True to save it all the same")
-        aliases = getattr(plain_model(model), "_tied_weights_keys", None)
+            self._group.run(lambda: check_finite(plain, state, type(model).__qualname__, advice))
+        aliases = getattr(plain, "_tied_weights_keys", None)
         folder = named_folder(save_directory, "save_model: save_directory")
+        self._check_one_writer()
         self._group.run(lambda: export_model(folder, state, aliases, max_shard_size) if self._is_writer else None)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -253,10 +264,18 @@ class Checkpoints:
         replace_file(path, obj, as_tensors=as_tensors)
 
     def _write(self, target: Path, max_shard_size: int | str, progress: Any, force: bool) -> None:
-        training = self._training()
-        states = [self.get_state_dict(model) for model in self._models]
+        self._check_one_writer()
+        states = [self._state_to_write(model) for model in self._models]  # first: it brings shards back in their place
+        training = self._training(with_optimizer_states=True)
+        if training.keeps_gradients and training.is_inside_window():
+            _log.warning(
+                "saving between two micro-batches of a step: the strategy %r keeps their gradients to itself, so a"
+                " resume starts the step anew; save where sync_gradients is True",
+                self.strategy.name,
+            )
         if not force:
             self._group.run(lambda: _check_models(training, states))
+        hashes: dict[str, dict[str, Any]] = {}
         token = f"{self._group.agree(lambda: secrets.randbits(62)):x}"
         own_token = token if self._is_writer else None
 
@@ -274,6 +293,8 @@ class Checkpoints:
                     " writes; use a shared file system, or save_on_each_node=True"
                 )
             tied = write_common(building, training, weights, max_shard_size) if self._is_writer else {}
+            shards = write_shards(building, training, weights) if self._saves_shards else []
+            hashes.update({name: file_entry(building / name) for name in shards})
             write_process(building, training)
             return tied
 
@@ -284,23 +305,66 @@ class Checkpoints:
                 lambda: self._run_hooks(self._save_hooks, list(self._models), weights, str(building)), target
             )
             tied = self._group.run(lambda: write(building, _by_model(states, weights)), target)
-            if self._is_writer:
-                self._group.run(lambda: write_manifest(building, tied=tied, progress=progress, config={}), target)
-            else:
-                self._group.run(lambda: None)
+            known = {name: entry for own in self._group.gather(hashes) for name, entry in own.items()}
+
+            def describe() -> None:
+                if self._is_writer:
+                    write_manifest(building, tied=tied, progress=progress, config={}, known=known)
+
+            self._group.run(describe, target)
             self._group.run(stack.close, target)
 
-    def _open(self, folder: Path, strict: bool, force: bool) -> Resume:
-        checkpoint = load(folder)
-        if self._load_hooks:
-            checkpoint.verify()  # a hook reads its files without looking at their hashes
-        resume = Resume(checkpoint, self._training(), strict=strict, force=force)
-        if not self._load_hooks and any(map(resume.lacks, range(len(self._models)))):
-            resume.attempt(range(len(self._models)))  # raises, and says what is missing
-        return resume
+    @property
+    def _saves_shards(self) -> bool:
+        return self.strategy.has_dtensors and not self.strategy.saves_whole
 
-    def _training(self) -> Training:
+    def _state_to_write(self, model: nn.Module) -> dict[str, Any]:
+        return plain_model(model).state_dict() if self._saves_shards else self.get_state_dict(model)
+
+    def _check_one_writer(self) -> None:
+        """Raise ConfigError where each machine would write, and none has all."""
+        if self.strategy.is_sharded and self.project_configuration.save_on_each_node:
+            raise ConfigError(
+                f"save_on_each_node=True got the strategy {self.strategy.name!r}, where no machine holds the whole"
+                " model; allowed: False, and a folder that all machines see"
+            )
+
+    def _open(self, folder: Path, strict: bool, force: bool) -> Resume:
+        """A checkpoint that fits, in every process; nothing has changed yet."""
+        group = self._group
+        checkpoint = group.run(lambda: load(folder))
+        group.run(lambda: checkpoint.verify_shards(group.index, group.count))
+        checkpoint.trust_shards()
+        engine = None
+        if self.strategy.is_sharded and not self.strategy.has_dtensors:
+            engine = Engine(
+                models=[self.strategy.model_state(model) for model in self._models],
+                load_model=self._load_into_engine,
+                load_optimizer=lambda i, state: self.strategy.load_optimizer_state(
+                    self._optimizers[i].optimizer, state
+                ),
+            )
+
+        def fit() -> Resume:
+            if self._load_hooks:
+                checkpoint.verify()  # a hook reads its files without looking at their hashes
+            resume = Resume(checkpoint, self._training(), strict=strict, force=force, engine=engine)
+            if not self._load_hooks and any(map(resume.lacks, range(len(self._models)))):
+                resume.attempt(range(len(self._models)))  # raises, and says what is missing
+            return resume
+
+        return group.run(fit)
+
+    def _load_into_engine(self, index: int, state: Mapping[str, Any]) -> None:
+        self.strategy.load_model_state(self._models[index], state, lambda model, values: load_state(model, values)())
+
+    def _training(self, *, with_optimizer_states: bool = False) -> Training:
+        states = None
+        if with_optimizer_states and self.strategy.is_sharded and not self._saves_shards:
+            states = [self.strategy.optimizer_state(one.optimizer) for one in self._optimizers]
         return Training(
+            optimizer_states=states,
+            keeps_gradients=self.strategy.keeps_gradients,
             models=[plain_model(model) for model in self._models],
             optimizers=self._optimizers,
             schedulers=self._schedulers,

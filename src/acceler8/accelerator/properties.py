@@ -16,6 +16,7 @@ from acceler8.config.handlers import (
     TERecipeKwargs,
 )
 from acceler8.config.sources import Effective
+from acceler8.parallel import Strategy
 
 
 class Properties:
@@ -25,6 +26,7 @@ class Properties:
     """The values that hold, each with the source that won."""
     mixed_precision: str
     processes: Processes
+    strategy: Strategy
     handlers: RecipeHandlers
     _fp8_backend: FP8BackendType
 
@@ -72,7 +74,7 @@ class Properties:
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
         engine = self.effective["distributed_type"]
-        if engine in ("FSDP", "DEEPSPEED"):
+        if engine == "DEEPSPEED" or self.strategy.name == "fsdp2":
             return DistributedType(engine)
         if self.num_processes == 1:
             return DistributedType.NO

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
+from acceler8.accelerator.fsdp_settings import sharding_options, strategy_word
 from acceler8.accelerator.processes import Processes
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from acceler8.config.run_handlers import DistributedDataParallelKwargs
 from acceler8.config.sources import Effective
-from acceler8.parallel import ReplicatedProcesses, SingleProcess, Strategy
+from acceler8.parallel import ReplicatedProcesses, ShardedProcesses, SingleProcess, Strategy
+
+_log = logging.getLogger("acceler8")
 
 
 def make_strategy(
@@ -17,8 +22,18 @@ def make_strategy(
     deepspeed: DeepSpeedPlugin | None,
 ) -> Strategy:
     """Which way the models of these processes are spread."""
+    is_fsdp = effective["distributed_type"] == "FSDP"
     if processes.num_processes == 1:
+        if is_fsdp:
+            _log.info("distributed_type FSDP: this is the only process, so it holds the whole model")
         return SingleProcess(processes.device)
+    if is_fsdp and strategy_word(effective) != "NO_SHARD":
+        options, notes = sharding_options(effective, processes, fsdp)
+        for note in notes if processes.process_index == 0 else ():
+            _log.info(note)
+        return ShardedProcesses(processes.device, processes.process_index, processes.num_processes, options)
+    if is_fsdp and processes.process_index == 0:
+        _log.info("fsdp_sharding_strategy NO_SHARD: each process holds the whole model, by DistributedDataParallel")
     return ReplicatedProcesses(
         processes.device,
         processes.process_index,

@@ -213,7 +213,7 @@ class Surface:
     @property
     def is_fsdp2(self) -> bool:
         """True if models are sharded by FSDP2."""
-        return False
+        return self.strategy.name == "fsdp2"
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

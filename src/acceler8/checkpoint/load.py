@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,12 +17,14 @@ from acceler8.checkpoint.model import check_fit, load_state
 from acceler8.checkpoint.optimizer import load_named_state
 from acceler8.checkpoint.rng import check_rng, restore_rng
 from acceler8.checkpoint.save import FP8, Stateful
+from acceler8.checkpoint.sharded import SHARDS, Stored, index_file, read_shards
 from acceler8.checkpoint.shards import read_model
 from acceler8.checkpoint.tensorfile import read_tensors
 from acceler8.checkpoint.tree import decode
 from acceler8.errors import CheckpointError, unknown_name
 
 Action = Callable[[], None]
+_T = TypeVar("_T")
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -66,7 +68,8 @@ class Checkpoint:
     @property
     def contents(self) -> tuple[str, ...]:
         """What is inside: some of model, acceler8_state, optimizer, extra, module_extra, rng."""
-        return tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in self._manifest.files))
+        shards = {name: match["stem"] for name in self._manifest.files if (match := SHARDS.fullmatch(name))}
+        return tuple(dict.fromkeys(shards.get(name, name.rsplit(".", 1)[0]) for name in self._manifest.files))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -77,6 +80,21 @@ class Checkpoint:
         """Hash every file against ``checkpoint.json``; raises CheckpointError for the first that differs."""
         for name in self._manifest.files:
             self.verified_path(name)
+
+    def verify_shards(self, index: int, count: int) -> None:
+        """Hash every file of shards whose turn it is if ``count`` readers, of which this is ``index``, take turns.
+
+        ``trust_shards`` once all of them are through.
+        """
+        for name in self._shards()[index::count]:
+            self.verified_path(name)
+
+    def trust_shards(self) -> None:
+        """Every file of shards was hashed, here or by another reader of the same folder."""
+        self._verified.update(self._shards())
+
+    def _shards(self) -> list[str]:
+        return sorted(name for name in self._manifest.files if SHARDS.fullmatch(name))
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict, on the CPU; tied names share one tensor, as they did."""
@@ -185,7 +203,18 @@ class Checkpoint:
 
     def weights(self, stem: str, tied: Mapping[str, str], *, mapped: bool) -> dict[str, Any]:
         """The tensors of ``STEM.safetensors`` or of its shards, tied names filled in."""
-        state: dict[str, Any] = read_model(self.files, self.verified_path, stem, mapped=mapped)
+        if index_file(stem) in self._manifest.files:
+            pieces = read_shards(self.files, self.verified_path, stem)
+            return self._with_ties({name: stored.whole() for name, stored in pieces.items()}, tied)
+        return self._with_ties(read_model(self.files, self.verified_path, stem, mapped=mapped), tied)
+
+    def stored(self, stem: str, tied: Mapping[str, str]) -> dict[str, Stored]:
+        """The tensors of ``weights``, in the pieces in which they lie in the files; tied names share theirs."""
+        if index_file(stem) in self._manifest.files:
+            return self._with_ties(read_shards(self.files, self.verified_path, stem), tied)
+        return {name: Stored.whole_of(tensor) for name, tensor in self.weights(stem, tied, mapped=True).items()}
+
+    def _with_ties(self, state: dict[str, _T], tied: Mapping[str, str]) -> dict[str, _T]:
         for alias, kept in tied.items():
             if alias in state or kept not in state:
                 raise CheckpointError(
@@ -195,17 +224,22 @@ class Checkpoint:
                 )
         return state | {alias: state[kept] for alias, kept in tied.items()}
 
-    def part(self, part: str) -> dict[str, Any]:
-        """The decoded tree of a part."""
+    def part(self, part: str, *, stored: bool = False) -> dict[str, Any]:
+        """The decoded tree of a part; its tensors whole, or ``stored`` in the pieces in which they lie in the files."""
         if f"{part}.json" not in self._manifest.files:
             hint = "; pass rng=False" if part == "rng" else "; restore without it"
             raise CheckpointError(f"{self.folder} holds no {part}, only {', '.join(self.contents)}{hint}")
         path = self.verified_path(f"{part}.json")
-        holds_tensors = f"{part}.safetensors" in self._manifest.files
-        tensors = read_tensors(self.verified_path(f"{part}.safetensors")) if holds_tensors else {}
+        tensors: Mapping[str, Any] = {}
+        if index_file(part) in self._manifest.files:
+            pieces = read_shards(self.files, self.verified_path, part)
+            tensors = pieces if stored else {name: piece.whole() for name, piece in pieces.items()}
+        elif f"{part}.safetensors" in self._manifest.files:
+            whole = read_tensors(self.verified_path(f"{part}.safetensors"), mapped=stored)
+            tensors = {name: Stored.whole_of(tensor) for name, tensor in whole.items()} if stored else whole
         return self._decode(read_json(path), tensors, path.name)
 
-    def _decode(self, value: Any, tensors: Mapping[str, Tensor], source: str) -> dict[str, Any]:
+    def _decode(self, value: Any, tensors: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             return dict(decode(value, tensors))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -47,18 +47,30 @@ def write_json(path: Path, value: Any) -> None:
     sync_file(path)
 
 
-def write_manifest(folder: Path, *, tied: Mapping[str, str], progress: Any, config: Any) -> None:
+def file_entry(path: Path) -> dict[str, Any]:
+    """What ``checkpoint.json`` says of a file."""
+    return {"size": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    tied: Mapping[str, str],
+    progress: Any,
+    config: Any,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
     """Describe every file in ``folder`` and in folders inside it; from here on it is a checkpoint.
+
+    ``known`` are the entries of files that other processes wrote, and hashed then.
 
     Raises: CheckpointError for a link, which may point at what no checkpoint holds.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     if link := next((path for path in paths if path.is_symlink() or not path.is_file()), None):
         raise CheckpointError(f"{link} is no plain file; a checkpoint holds plain files only: let the hook write one")
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path)}
-        for path in paths
-    }
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    files = {name: (known or {}).get(name) or file_entry(path) for name, path in names.items()}
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acceler8.checkpoint.sharded import local
 from acceler8.errors import CheckpointError
 
 _SHOWN = 5
@@ -43,13 +44,26 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.numel() == 0 or type(tensor.detach()) is not Tensor:
+        plain = local(tensor.detach())
+        if tensor.is_meta or tensor.numel() == 0 or type(plain) is not Tensor:
             continue
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # Of a DTensor a process may hold no element, at an address that says nothing; its memory is there all the same.
+        at = plain.data_ptr() or plain.untyped_storage().data_ptr()
+        if not at:
+            continue
+        place = (tensor.device, at, tensor.shape, tensor.stride(), tensor.dtype)
         kept = first.setdefault(place, name)
         if kept != name:
             tied[name] = kept
     return tied
+
+
+def share_ties(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with one tensor under all names of a Parameter or buffer: gathered name by name it has a copy each."""
+    first: dict[int, str] = {}
+    owners = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    kept = {name: first.setdefault(id(tensor), name) for name, tensor in owners if name in state}
+    return {name: state[kept.get(name, name)] for name in state}
 
 
 def check_fit(

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from acceler8.checkpoint.model import name_differences
+from acceler8.checkpoint.sharded import Stored, local
 from acceler8.errors import CheckpointError
+from acceler8.optim import StateFormatsOptimizer
+from acceler8.optim.saving import scales_by_rows
+from acceler8.optim.state import SCALE
 
 Named = nn.Module | Mapping[str, nn.Parameter]
 """A model, or Parameters by name: several models together."""
@@ -56,8 +62,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def named_state(model: Named, optimizer: Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with names in the place of numbers.
+def named_state(model: Named, optimizer: Optimizer, packed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``optimizer.state_dict()``, or what is given as ``packed``, with names in the place of numbers.
 
     Keys: ``kind`` the class; ``groups`` a list of ``{"names", "options"}``; ``state`` name -> what the
     optimizer keeps; ``shared`` state under keys that are no parameter; ``more`` whatever else its state_dict
@@ -65,7 +71,7 @@ def named_state(model: Named, optimizer: Optimizer) -> dict[str, Any]:
     Raises: CheckpointError if a group holds a parameter that is not the model's.
     """
     optimizer = unwrapped(optimizer)
-    packed = optimizer.state_dict()
+    packed = optimizer.state_dict() if packed is None else packed
     names = group_names(model, optimizer)
     name_of = {
         number: name
@@ -122,7 +128,7 @@ def rebuild_state_dict(
     _check_codes(saved, optimizer)
     names = group_names(model, optimizer)
     _check_names(saved, names)
-    packed = optimizer.state_dict()["param_groups"]
+    packed = _packed_groups(optimizer)
     number_of = {
         name: number
         for inside, group in zip(names, packed, strict=True)
@@ -142,9 +148,15 @@ def rebuild_state_dict(
 
 
 def load_named_state(
-    saved: dict[str, Any], model: Named, optimizer: Optimizer, *, strict: bool, torch_version: object = None
+    saved: dict[str, Any],
+    model: Named,
+    optimizer: Optimizer,
+    *,
+    strict: bool,
+    torch_version: object = None,
+    load: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Callable[[], None]:
-    """The action that loads a checked state, which ``torch_version`` wrote.
+    """The action that loads a checked state, which ``torch_version`` wrote; ``load`` does where it is an engine's.
 
     ``Optimizer.load_state_dict`` casts floating state to the parameter's dtype (FP32 moments of a BF16 weight
     would lose half their bits) and breaks strings; after it every value that is not as saved is put right, on
@@ -162,6 +174,9 @@ def load_named_state(
         raise CheckpointError(f"the optimizer's state is damaged ({error!r}); use another checkpoint") from error
 
     def apply() -> None:
+        if load is not None:
+            load(state_dict)
+            return
         optimizer.load_state_dict(state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             return
@@ -172,6 +187,63 @@ def load_named_state(
                     loaded[key] = _exact(value, loaded[key], parameter_of[name])
 
     return apply
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of all of it: an engine that takes Parameters apart (DeepSpeed's ZeRO-3) notes it beside them."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Groups as ``state_dict()`` has them, without asking for it: an engine's gathers its state for that."""
+    numbers: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            numbers.setdefault(id(p), len(numbers))
+    return [group | {"params": [numbers[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def place_state(saved: dict[str, Any], model: Named, optimizer: Optimizer) -> dict[str, Any]:
+    """``saved``, whose tensors are ``Stored``, with tensors of which each lies as its parameter does."""
+    parameter_of, ours = named_parameters(model), unwrapped(optimizer)
+    placed: dict[Any, Any] = {}
+    for name, values in saved["state"].items():
+        p = parameter_of.get(name)
+        if isinstance(p, DTensor) and isinstance(ours, StateFormatsOptimizer) and isinstance(values, dict):
+            values = _by_rows(values, p, ours)
+        placed[name] = _place(values, p)
+    return {key: placed if key == "state" else _place(value, None) for key, value in saved.items()}
+
+
+def _by_rows(values: dict[str, Any], p: DTensor, optimizer: StateFormatsOptimizer) -> dict[str, Any]:
+    """Scales that were saved whole in rows, as ``scales_by_rows`` has them; their parameter is sharded by rows."""
+    scales = [value for key, value in values.items() if key.endswith(SCALE) and isinstance(value, Stored)]
+    if all(scale.was_sharded for scale in scales):
+        return values
+    whole = {key: value.whole() if isinstance(value, Stored) else value for key, value in values.items()}
+    made = scales_by_rows(whole, tuple(p.shape), optimizer.MOMENTS)
+    return {
+        key: replace(Stored.whole_of(value), was_sharded=True) if isinstance(value, Tensor) else value
+        for key, value in made.items()
+    }
+
+
+def _place(value: Any, p: Tensor | None) -> Any:
+    if isinstance(value, Stored):
+        return _place_tensor(value, p)
+    if isinstance(value, dict):
+        return type(value)({key: _place(item, p) for key, item in value.items()})
+    return type(value)(_place(item, p) for item in value) if type(value) in (list, tuple) else value
+
+
+def _place_tensor(stored: Stored, p: Tensor | None) -> Tensor:
+    """A DTensor where the parameter is one and the tensor was, or is as large; sharded if it has all the rows."""
+    if not isinstance(p, DTensor) or not stored.shape or not (stored.was_sharded or stored.shape == tuple(p.shape)):
+        return stored.whole(copy=True)
+    dims = [placement.dim for placement in p.placements if isinstance(placement, Shard)]
+    if all(dim < len(stored.shape) and stored.shape[dim] == p.shape[dim] for dim in dims):
+        return stored.placed(p, p.placements, copy=True)
+    return stored.placed(p, (Replicate(),) * len(p.placements), copy=True)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -206,9 +278,10 @@ def _wrong_state(key: str, value: Any, parameter: Tensor) -> str | None:
     if key in _SHAPED and not (key == "momentum_buffer" and value is None):
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return f"is {_short(value)}; allowed: a floating tensor of the parameter's shape"
-        if value.shape != parameter.shape:
-            return f"has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
-    if key in _NOT_NEGATIVE and isinstance(value, Tensor) and value.is_floating_point() and bool((value < 0).any()):
+        if value.shape != full_shape(parameter):
+            return f"has shape {list(value.shape)}, the parameter {list(full_shape(parameter))}"
+    is_signed = key not in _NOT_NEGATIVE or not isinstance(value, Tensor) or not value.is_floating_point()
+    if not is_signed and bool((local(value) < 0).any()):
         return "holds values below 0"
     return None
 

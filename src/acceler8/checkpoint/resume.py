@@ -7,7 +7,7 @@ it fits, and the report says what starts afresh. What must not differ raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from acceler8.checkpoint.fp8 import drop_codes, fit_fp8
 from acceler8.checkpoint.load import Checkpoint
 from acceler8.checkpoint.model import check_fit, load_state
-from acceler8.checkpoint.optimizer import load_named_state, unwrapped
+from acceler8.checkpoint.optimizer import load_named_state, place_state, unwrapped
 from acceler8.checkpoint.rng import capture_rng, check_rng, restore_rng
 from acceler8.checkpoint.schedule import wrong_state
+from acceler8.checkpoint.sharded import local
 from acceler8.checkpoint.shards import has_model
 from acceler8.checkpoint.state_file import read_state
 from acceler8.checkpoint.training import Training, check_finite, loader_state, prefix, stem
@@ -52,14 +53,34 @@ class LoadReport:
         return "\n".join([*lines, *(f"  reset: {line}" for line in self.reset), *(f"  note: {n}" for n in self.notes)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What of a training an engine keeps for itself, and takes from process 0 whole."""
+
+    models: Sequence[Mapping[str, Any]]
+    """Whole state_dicts as they are now; empty but on process 0."""
+    load_model: Callable[[int, Mapping[str, Any]], None]
+    """Called in every process, with a model's number and its whole state."""
+    load_optimizer: Callable[[int, Mapping[str, Any]], None]
+    """The same for an optimizer."""
+
+
 class Resume:
     """A checkpoint that fits ``training``: made without changing anything; then ``attempt`` and ``finish`` do.
 
     Raises: CheckpointError, with every object as it was, if the checkpoint is damaged or does not fit.
     """
 
-    def __init__(self, checkpoint: Checkpoint, training: Training, *, strict: bool = True, force: bool = False) -> None:
-        self.checkpoint, self.training = checkpoint, training
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        training: Training,
+        *,
+        strict: bool = True,
+        force: bool = False,
+        engine: Engine | None = None,
+    ) -> None:
+        self.checkpoint, self.training, self.engine = checkpoint, training, engine
         self.strict, self.force = strict, force
         self.reset: list[str] = []
         self.notes: list[str] = []
@@ -117,6 +138,8 @@ class Resume:
         """Change the rest, after ``attempt``."""
         for i in models:
             self._models[i]()
+        for load in self._optimizers if self.engine is not None else ():
+            load()
         for action in self._fp8:
             action()
         for model in self.training.models:
@@ -148,6 +171,13 @@ class Resume:
         saved, now = self.state["window"], self.training.window
         if saved["sync_gradients"] or saved["micro_batch"] == 0:
             return bool(saved["num_steps"] == now.num_steps)
+        if self.training.keeps_gradients or not saved["has_gradients"]:
+            whose = "present" if saved["has_gradients"] else "saved"
+            self.reset.append(
+                f"gradient accumulation: the {whose} strategy keeps gradients of an unfinished step to itself, so it"
+                " starts anew"
+            )
+            return False
         if saved["num_steps"] != now.num_steps:
             self.reset.append(
                 f"gradient accumulation: was {saved['num_steps']} micro-batches a step, now {now.num_steps}; the"
@@ -251,11 +281,11 @@ class Resume:
         return {key: value for key, value in state.items() if key in own}
 
     def _fit_optimizer(self, index: int, optimizer: Optimizer) -> Action:
-        part = self.checkpoint.part(stem("optimizer", index))
+        parameters = self.training.parameters()
+        part = self._optimizer_part(index, optimizer, parameters)
         version = self.checkpoint.versions["torch"]
-        action = load_named_state(
-            part, self.training.parameters(), optimizer, strict=self.strict, torch_version=version
-        )
+        load = None if self.engine is None else partial(self.engine.load_optimizer, index)
+        action = load_named_state(part, parameters, optimizer, strict=self.strict, torch_version=version, load=load)
         if not self.force:
             knows_all = type(unwrapped(optimizer)).__module__.startswith(
                 "torch.optim."
@@ -264,13 +294,24 @@ class Resume:
                 for key, value in values.items() if isinstance(values, dict) else ():
                     if not isinstance(value, Tensor) or not value.is_floating_point():
                         continue
-                    bad = ~value.float().isfinite() if knows_all else value.float().isnan()
+                    numbers = local(value).float()
+                    bad = ~numbers.isfinite() if knows_all else numbers.isnan()
                     if bool(bad.any()):
                         raise CheckpointError(
                             f"{self.checkpoint.folder}: the optimizer's {key} of {name} holds NaN or inf; use an"
                             " earlier checkpoint, or pass force=True"
                         )
         return action
+
+    def _optimizer_part(self, index: int, optimizer: Optimizer, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        part = self.checkpoint.part(stem("optimizer", index), stored=True)
+        try:
+            return place_state(part, parameters, optimizer)
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: the state of optimizer {index} is damaged ({error!r}); use another"
+                " checkpoint"
+            ) from error
 
     def _fit_fp8(self) -> list[Action]:
         saved = self.checkpoint.fp8_state()
@@ -294,7 +335,11 @@ class Resume:
         for i, (model, entry) in enumerate(zip(self.training.models, self.state["models"], strict=True)):
             if not has_model(self.checkpoint.files, stem("model", i)):
                 continue
-            state = self.checkpoint.weights(stem("model", i), entry["tied"], mapped=True)
+            current: Mapping[str, Any] = model.state_dict() if self.engine is None else self.engine.models[i]
+            state: dict[str, Any] = {
+                name: stored.like(current[name]) if isinstance(current.get(name), Tensor) else stored.whole()
+                for name, stored in self.checkpoint.stored(stem("model", i), entry["tied"]).items()
+            }
             before = prefix(i)
             state |= {
                 name.removeprefix(before): value
@@ -302,7 +347,8 @@ class Resume:
                 if (name.startswith(before) if before else not name.startswith("model_"))
             }
             try:
-                self.notes += check_fit(state, entry["tied"], model.state_dict(), strict=self.strict)
+                if current:  # what an engine gathers is on process 0 alone
+                    self.notes += check_fit(state, entry["tied"], current, strict=self.strict)
             except CheckpointError as error:
                 if len(self.training.models) == 1:
                     raise
@@ -312,6 +358,8 @@ class Resume:
             if not self.force:
                 check_finite(model, state, str(self.checkpoint.folder), "use an earlier checkpoint, or pass force=True")
             actions[i] = load_state(model, state)
+            if self.engine is not None:
+                actions[i] = partial(self.engine.load_model, i, state)
         return actions
 
     def _risky(self) -> Iterator[tuple[str, Action]]:
@@ -323,6 +371,8 @@ class Resume:
             self._undo.append(_undo_stateful(loader, loader.state_dict()))
             yield f"loader {i}", partial(_load_loader, loader, state)
         for i, (optimizer, action) in enumerate(zip(self.training.optimizers, self._optimizers, strict=True)):
+            if self.engine is not None:  # asked in ``finish``, when every process got as far
+                continue
             self._undo.append(_undo_optimizer(unwrapped(optimizer)))
             yield f"optimizer {i}", action
 

@@ -16,6 +16,7 @@ from acceler8.checkpoint.manifest import write_json, write_manifest
 from acceler8.checkpoint.model import split_state
 from acceler8.checkpoint.optimizer import named_state
 from acceler8.checkpoint.rng import capture_rng
+from acceler8.checkpoint.sharded import is_sharded, write_index
 from acceler8.checkpoint.tensorfile import write_tensors
 from acceler8.checkpoint.tree import encode
 from acceler8.errors import CheckpointError
@@ -25,6 +26,7 @@ FP8 = "acceler8_state.safetensors"
 _OWN_NAME = re.compile(
     r"checkpoint\.json"
     r"|model(_\d+)?(-\d{5}-of-\d{5})?\.safetensors|model(_\d+)?\.safetensors\.index\.json"
+    r"|(model|optimizer)(_\d+)?\.(shard-\d{5,}-of-\d{5,}\.safetensors|shards\.json)"
     r"|((optimizer|process)(_\d+)?|acceler8_state|extra|module_extra|rng)\.(json|safetensors)"
 )
 
@@ -96,11 +98,16 @@ def save(
     return target
 
 
-def write_part(folder: Path, part: str, tree: object) -> None:
-    """Write a tree: ``PART.json``, and ``PART.safetensors`` where the tree holds tensors."""
+def write_part(folder: Path, part: str, tree: object, processes: int = 0) -> None:
+    """Write a tree: ``PART.json``, and ``PART.safetensors`` where the tree holds tensors.
+
+    Of DTensors only the index is written, where the number of ``processes`` is given; each writes its own shards.
+    """
     value, tensors = encode(tree, part)
     write_json(folder / f"{part}.json", value)
-    if tensors:
+    if processes and is_sharded(tensors):
+        write_index(folder, part, tensors, processes)
+    elif tensors:
         write_tensors(folder / f"{part}.safetensors", tensors, part)
 
 

@@ -62,8 +62,8 @@ def write_model(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_shar
 
 
 def has_model(files: Container[str], stem: str) -> bool:
-    """True if ``files`` name the weights of ``stem``."""
-    return f"{stem}.safetensors" in files or f"{stem}.safetensors.index.json" in files
+    """True if ``files`` name the weights of ``stem``, in whatever form."""
+    return any(f"{stem}.{end}" in files for end in ("safetensors", "safetensors.index.json", "shards.json"))
 
 
 def read_model(files: Container[str], path_of: Callable[[str], Path], stem: str, *, mapped: bool) -> dict[str, Tensor]:

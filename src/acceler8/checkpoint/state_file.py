@@ -16,7 +16,7 @@ _SHAPE: dict[str, Any] = {
     "mixed_precision": str,
     "steps": int,
     "stepped": [int],
-    "window": {"num_steps": int, "micro_batch": int, "sync_gradients": bool},
+    "window": {"num_steps": int, "micro_batch": int, "sync_gradients": bool, "has_gradients": bool},
     "num_processes": int,
     "models": [_MODEL],
     "optimizers": int,

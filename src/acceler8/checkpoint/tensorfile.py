@@ -19,6 +19,7 @@ from acceler8.errors import CheckpointError
 _AS_BYTES = {
     name: dtype for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if (dtype := getattr(torch, name, None)) is not None
 }
+_NONE: Mapping[str, str] = {}
 _STORABLE = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -30,8 +31,10 @@ _STORABLE = frozenset(
 )
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], where: str) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], where: str, header: Mapping[str, str] = _NONE) -> None:
     """Write ``tensors`` to ``path`` and flush it; each name gets its own bytes, also where memory is shared.
+
+    ``header`` holds further text for the file's own.
 
     Shape: any; any layout of strides, any device. Names and shapes come back as they are, strides contiguous,
     on the CPU.
@@ -52,7 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], where: str) -> None
             viewed[name] = str(tensor.dtype).removeprefix("torch.")
             plain = plain.view(torch.uint8)
         flat[name] = plain
-    metadata = {"format": "pt"} | ({"dtypes": json.dumps(viewed)} if viewed else {})
+    metadata = {"format": "pt"} | ({"dtypes": json.dumps(viewed)} if viewed else {}) | dict(header)
     try:
         save_file(flat, path, metadata=metadata)
     except SafetensorError as error:
@@ -67,15 +70,25 @@ def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
     of their own.
     Raises: CheckpointError if it is not a whole safetensors file.
     """
+    tensors, _ = read_with_header(path)
+    return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def read_with_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors in ``path``, which may lie in the file itself, and the text in its header.
+
+    Raises: CheckpointError if it is not a whole safetensors file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            viewed = json.loads((file.metadata() or {}).get("dtypes", "{}"))
+            header = dict(file.metadata() or {})
+            viewed = json.loads(header.get("dtypes", "{}"))
         for name, dtype in viewed.items():
             tensors[name] = tensors[name].view(_AS_BYTES[dtype])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); use another checkpoint") from error
-    return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
+    return tensors, header
 
 
 def _plain(tensor: Tensor, key: str) -> Tensor:

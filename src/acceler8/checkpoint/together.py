@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -26,8 +26,8 @@ class Together:
     def run(self, action: Callable[[], _T], target: Path | None = None) -> _T:
         """What ``action`` returns here, once it is through in every process.
 
-        Raises: its own error; CheckpointError for an OSError (``target`` is what was written), and where another
-            process failed.
+        Raises: its own error; CheckpointError for an OSError (``target`` is what was written), and, with what it
+            said, where another process failed.
         """
         error: Exception | None = None
         try:
@@ -43,11 +43,21 @@ class Together:
         if self.count > 1:
             failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
             distributed.all_reduce(failed, distributed.ReduceOp.MAX)
-            if bool(failed.item()) and error is None:
-                error = CheckpointError("another process could not do its part of the checkpoint; its error says why")
+            if bool(failed.item()):
+                told = self.gather(None if error is None else str(error))
+                number, text = next((i, text) for i, text in enumerate(told) if text is not None)
+                error = error or CheckpointError(f"process {number} could not do its part of the checkpoint: {text}")
         if error is not None:
             raise error
         return result
+
+    def gather(self, value: _T) -> list[_T]:
+        """What each process gives, plain values only, in the order of the processes."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, value)
+        return found
 
     def agree(self, choose: Callable[[], int]) -> int:
         """The number that process 0 chooses, in every process."""

@@ -1,6 +1,7 @@
 """Writing a whole training: several models, optimizers, schedulers and loaders, and what each process has of its own.
 
-    model.safetensors, model_1.safetensors, ...     plain weights; sharded with an index above the size limit
+    model.safetensors, model_1.safetensors, ...     plain weights; in several files with an index above the size limit
+    model.shards.json, model.shard-00001-of-...     weights that no process holds whole, and likewise optimizers
     acceler8_state.json, .safetensors               recipe, backend, versions, settings, steps; amax histories
     optimizer.json, .safetensors, optimizer_1...    under parameter names
     extra.json, .safetensors                        schedulers, loss scaler, registered objects
@@ -26,6 +27,7 @@ from acceler8.checkpoint.model import split_state
 from acceler8.checkpoint.optimizer import named_state
 from acceler8.checkpoint.rng import capture_rng
 from acceler8.checkpoint.save import FP8, write_part
+from acceler8.checkpoint.sharded import is_sharded, local, write_index, write_shard
 from acceler8.checkpoint.shards import write_model
 from acceler8.checkpoint.tensorfile import write_tensors
 from acceler8.checkpoint.tree import encode
@@ -63,6 +65,10 @@ class Training:
     """Every effective setting as text, for people."""
     process_index: int = 0
     num_processes: int = 1
+    optimizer_states: Sequence[Mapping[str, Any]] | None = None
+    """Whole ``state_dict``s, where an engine gathers them on process 0; elsewhere empty."""
+    keeps_gradients: bool = False
+    """True if gradients of an unfinished step are an engine's, and cannot be saved."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every model's Parameters, by the names that a checkpoint gives them."""
@@ -96,6 +102,7 @@ def check_finite(model: nn.Module, state: Mapping[str, Any], what: str, advice: 
     for name, value in state.items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
             continue
+        value = local(value)
         plain = value.float() if value.element_size() == 1 else value
         bad = ~plain.isfinite() if name in parameters else plain.isnan()
         if count := int(bad.sum()):
@@ -105,14 +112,20 @@ def check_finite(model: nn.Module, state: Mapping[str, Any], what: str, advice: 
 def write_common(
     folder: Path, training: Training, weights: Mapping[int, Mapping[str, Any]], max_shard_size: int | str
 ) -> dict[str, str]:
-    """Write what all processes share, weights of the models in ``weights``; returns the ties of the first model."""
+    """Write what all processes share, weights of the models in ``weights``; returns the ties of the first model.
+
+    Of DTensors that is what they make up together; ``write_shards`` writes what each process holds.
+    """
     described: list[dict[str, Any]] = []
     histories: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for i, model in enumerate(training.models):
         tensors, tied, extra_state = split_state(weights.get(i, {}), getattr(model, "_tied_weights_keys", None))
         if i in weights:
-            write_model(folder, stem("model", i), tensors, max_shard_size)
+            if is_sharded(tensors):
+                write_index(folder, stem("model", i), tensors, training.num_processes)
+            else:
+                write_model(folder, stem("model", i), tensors, max_shard_size)
             rest |= {prefix(i) + name: value for name, value in extra_state.items()}
         of_model = {prefix(i) + name: tensor for name, tensor in fp8_tensors(model).items()}
         histories |= of_model
@@ -128,8 +141,8 @@ def write_common(
         write_tensors(folder / FP8, histories, "fp8_state")
     if rest:
         write_part(folder, "module_extra", rest)
-    for i, optimizer in enumerate(training.optimizers):
-        write_part(folder, stem("optimizer", i), named_state(training.parameters(), optimizer))
+    for i in range(len(training.optimizers)):
+        write_part(folder, stem("optimizer", i), _state_of_optimizer(training, i), training.num_processes)
     extras = {name: state_of(name, owner) for name, owner in training.extras().items()}
     if extras:
         write_part(folder, "extra", extras)
@@ -137,10 +150,28 @@ def write_common(
     return dict(described[0]["tied"]) if described else {}
 
 
+def write_shards(folder: Path, training: Training, weights: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Write what this process holds of DTensors; returns the names of the files."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for i, state in weights.items():
+        aliases = getattr(training.models[i], "_tied_weights_keys", None)
+        parts[stem("model", i)] = split_state(state, aliases)[0]
+    for i in range(len(training.optimizers)):
+        if training.optimizer_states is None:
+            parts[stem("optimizer", i)] = encode(_state_of_optimizer(training, i), stem("optimizer", i))[1]
+    index, count = training.process_index, training.num_processes
+    return [write_shard(folder, part, held, index, count) for part, held in parts.items() if is_sharded(held)]
+
+
+def _state_of_optimizer(training: Training, index: int) -> dict[str, Any]:
+    packed = None if training.optimizer_states is None else training.optimizer_states[index]
+    return named_state(training.parameters(), training.optimizers[index], packed)
+
+
 def write_process(folder: Path, training: Training) -> None:
     """Write what this process has of its own; random generators last, after all that may draw from them."""
     gradients = {}
-    if training.is_inside_window():
+    if training.is_inside_window() and not training.keeps_gradients:
         gradients = {name: p.grad for name, p in training.parameters().items() if p.grad is not None}
     loaders = [loader_state(loader) for loader in training.loaders]
     own = {"loaders": loaders, "gradients": gradients, "rng": capture_rng()}
@@ -176,6 +207,7 @@ def _write_state(folder: Path, training: Training, models: list[dict[str, Any]])
             "num_steps": window.num_steps,
             "micro_batch": window.micro_batch,
             "sync_gradients": window.sync_gradients,
+            "has_gradients": not training.keeps_gradients,
         },
         "num_processes": training.num_processes,
         "models": models,

@@ -22,8 +22,21 @@ def find_blocks(model: nn.Module, rows: Iterable[str], fp8: Iterable[str]) -> tu
 
     rows: names of the modules that multiply by matrices. fp8: those that become FP8.
     """
-    rows, fp8 = tuple(rows), tuple(fp8)
     best: tuple[str, ...] = ()
+    for chain in find_chains(model, rows, fp8):
+        if len(chain) >= len(best):
+            best = chain
+    return best
+
+
+def find_chains(model: nn.Module, rows: Iterable[str], fp8: Iterable[str] | None = None) -> list[tuple[str, ...]]:
+    """Names of the blocks of each chain that does not lie in a block of another, in the order of the model.
+
+    fp8: only chains that hold one of these; None: all.
+    """
+    rows = tuple(rows)
+    fp8 = rows if fp8 is None else tuple(fp8)
+    found: list[tuple[str, ...]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():  # parents first
         if not isinstance(module, nn.ModuleList | nn.Sequential) or _is_in(name, inside):
@@ -32,9 +45,8 @@ def find_blocks(model: nn.Module, rows: Iterable[str], fp8: Iterable[str]) -> tu
         if len(chain) < 2 or not any(_is_in(layer, chain) for layer in fp8):
             continue
         inside += chain
-        if len(chain) >= len(best):
-            best = chain
-    return best
+        found.append(chain)
+    return found
 
 
 def block_of(layer: str, blocks: tuple[str, ...]) -> int | None:

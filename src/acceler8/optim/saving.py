@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from acceler8.errors import CheckpointError
-from acceler8.optim.state import load_master_state, load_moment_state, local, read_moment
+from acceler8.formats import BLOCK, FP16_POW2, decode_blocks
+from acceler8.optim.state import (
+    SCALE,
+    Moment,
+    load_master_state,
+    load_moment_state,
+    local,
+    moment_code,
+    read_moment,
+)
 
 if TYPE_CHECKING:
     from acceler8.optim.base import StateFormatsOptimizer
@@ -71,6 +80,26 @@ def convert(
         for own, group in zip(current, groups, strict=True)
     ]
     return state, merged
+
+
+def scales_by_rows(values: Mapping[str, Any], shape: tuple[int, ...], moments: tuple[Moment, ...]) -> dict[str, Any]:
+    """The state of one whole parameter of ``shape``, as one that is sharded by rows keeps it.
+
+    Where rows are whole blocks the scales stand in rows, [rows, blocks of a row]; else what they scale is in FP32, as
+    ``formats_of`` has it then.
+    """
+    made, rows = dict(values), shape[0]
+    is_unsigned = {moment.name: moment.is_unsigned for moment in moments}
+    for key in [key for key in values if key.endswith(SCALE)]:
+        name, scale = key.removesuffix(SCALE), values[key].reshape(-1)
+        if rows and values[name].numel() // rows % BLOCK == 0:
+            made[key] = scale.reshape(rows, -1)
+            continue
+        code = FP16_POW2 if name == "master" else moment_code(values[name], scale, Moment(name, is_unsigned[name]))
+        assert code is not None  # there are scales
+        made[name] = decode_blocks(values[name], scale, code)
+        del made[key]
+    return made
 
 
 def _check_kind(optimizer: StateFormatsOptimizer, groups: list[dict[str, Any]]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from acceler8.parallel.ddp import ReplicatedProcesses
+from acceler8.parallel.fsdp2 import ShardedProcesses, ShardingOptions
 from acceler8.parallel.protocol import Strategy
 from acceler8.parallel.single import SingleProcess
 
-__all__ = ["ReplicatedProcesses", "SingleProcess", "Strategy"]
+__all__ = ["ReplicatedProcesses", "ShardedProcesses", "ShardingOptions", "SingleProcess", "Strategy"]

@@ -29,6 +29,16 @@ class Strategy:
     """True if the engine has its own loss scaler, under FP16."""
     is_sharded = False
     """True if no process holds the whole model; ``model_state`` then gathers it."""
+    has_dtensors = False
+    """True if shards are DTensors, of optimizer state too: checkpoints read and write them shard by shard."""
+    saves_whole = False
+    """True if checkpoints shall hold whole tensors though there are DTensors, gathered on process 0."""
+    keeps_gradients = False
+    """True if gradients of an unfinished step are the engine's, not ``.grad``: checkpoints cannot hold them."""
+    keeps_weight_codes = True
+    """Whether FP8 codes of whole weights may stay in memory between the micro-batches of a step."""
+    compute_dtype: torch.dtype | None = None
+    """What 16-bit work runs in; None: full precision. Set before a model is wrapped."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,6 +46,11 @@ class Strategy:
     def place(self, model: nn.Module) -> None:
         """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
         model.to(self.device)
+
+    def checkpoint_activations(self, model: nn.Module) -> None:
+        """Let blocks of a converted model recompute their activations in backward, if that is asked of the strategy.
+        Before the model is compiled and wrapped.
+        """
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Put around a converted model what keeps replicas or shards in step; returns what the script then calls.

@@ -1,0 +1,87 @@
+"""How the shards of a model get process 0's weights.
+
+Either each process holds the model on its device, takes process 0's values and cuts its shards (``take_from_first``).
+Or only process 0 holds weights, in main memory, and the others anything of the same shapes, also on the meta device.
+The model is then sharded on the meta device, and each weight travels once (``make_empty`` and ``fill_from_first``); a
+device never holds more than its shards and one whole tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from acceler8.nn import find_states
+from acceler8.parallel.fsdp2_whole import broadcast, from_first, shard_of
+
+
+class Place(NamedTuple):
+    """Where a Parameter stands."""
+
+    module: nn.Module
+    key: str
+    name: str
+
+
+def places_of(model: nn.Module) -> list[tuple[nn.Parameter, list[Place]]]:
+    """Each Parameter of ``model`` once, with all the places that it stands in."""
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(id(p), (p, []))[1].append(Place(module, key, f"{path}.{key}".lstrip(".")))
+    return list(found.values())
+
+
+def put(places: list[Place], p: nn.Parameter) -> None:
+    """Let ``p`` stand in all these places."""
+    for place in places:
+        place.module._parameters[place.key] = p
+
+
+@torch.no_grad()
+def take_from_first(model: nn.Module) -> None:
+    """Process 0's parameters and buffers into those of all."""
+    for p, _ in places_of(model):
+        broadcast(p)
+    for buffer in model.buffers():
+        broadcast(buffer)
+
+
+@torch.no_grad()
+def make_empty(model: nn.Module, keeps: set[int], is_first: bool) -> list[Tensor | None]:
+    """Put Parameters on the meta device in the place of all but ``keeps`` (ids).
+
+    Returns process 0's values of each, in order; None in the others.
+    """
+    held = []
+    for p, places in places_of(model):
+        held.append(p.detach() if is_first else None)
+        if id(p) not in keeps:
+            empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            put(places, empty)
+    return held
+
+
+@torch.no_grad()
+def fill_from_first(model: nn.Module, held: list[Tensor | None], device: torch.device) -> None:
+    """Put Parameters with process 0's values in the place of empty ones, and its buffers; shards where sharded."""
+    for values, (p, places) in zip(held, places_of(model), strict=True):
+        full = from_first(values, p.shape, p.dtype, device)
+        made = shard_of(full, p) if isinstance(p, DTensor) else full
+        put(places, nn.Parameter(made, requires_grad=p.requires_grad))
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = from_first(buffer, buffer.shape, buffer.dtype, device)
+    for state in find_states(model):
+        if state.amax is not None:
+            state.amax.to(device)
+        state.drop_codes()
+    model._apply(lambda t: t)  # FSDP2 takes over the Parameters that it finds
+
+
+__all__ = ["fill_from_first", "make_empty", "places_of", "put", "take_from_first"]
