@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from acceler8 import backends
 from acceler8.backends import Backend
 from acceler8.conversion.layers import module_name
+from acceler8.conversion.replicas import of_all, replicas, shard
 from acceler8.errors import VerifyError, unknown_name
 from acceler8.formats import E4M3, E5M2
 from acceler8.functional import WeightCodes
@@ -71,7 +73,8 @@ def verify(
     input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
     is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
-    Of a model that ``torch.compile`` compiled the second step runs eagerly.
+    Of a model that ``torch.compile`` compiled the second step runs eagerly. Of a sharded model every process calls this
+    with a ``step``, and what several of them hold must be the same in all.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
@@ -267,7 +270,7 @@ def _step(
     *,
     check_calls: bool,
 ) -> tuple[list[str], str]:
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: shard(p).clone() for name, p in model.named_parameters() if p.requires_grad}
     had_gradient: set[str] = set()
     handles = [
         p.register_post_accumulate_grad_hook(_NoteGradient(name, had_gradient))
@@ -289,10 +292,16 @@ def _step(
             handle.remove()
     held = rates.of
     bad, moved, rounded = [], 0, 0
+    changed = {
+        name for name, p in model.named_parameters() if name in before and not torch.equal(shard(p), before[name])
+    }
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if is_sharded:  # a process may hold none of a small parameter's elements, or only those without a gradient
+        had_gradient, changed = of_all(had_gradient, changed)
     for name, p in model.named_parameters():
         if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
             continue
-        if not torch.equal(p.detach(), before[name]):
+        if name in changed:
             moved += 1
         elif id(p) in held or (optimizer is None and p.dtype is not torch.float32):
             rounded += 1  # the optimizer holds this very tensor: its step was below half an ulp of every element
@@ -317,6 +326,8 @@ def _step(
             " multiplies their weights without them, or does not use them; skip them in the plan, or pass"
             " ignore=('called',)"
         )
+    if is_sharded:
+        bad += replicas(model)
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
     covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
@@ -335,7 +346,7 @@ class _NoteGradient:
         self.name, self.seen = name, seen
 
     def __call__(self, p: Tensor) -> None:
-        if p.grad is not None and bool(p.grad.any()):
+        if p.grad is not None and bool(shard(p.grad).any()):
             self.seen.add(self.name)
 
 
