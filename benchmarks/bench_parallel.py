@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def main() -> None:
     )
     rows = []
     for strategy in args.strategies:
-        names = [name for name in VARIANTS if not args.variants or any(word in name for word in args.variants)]
+        patterns = args.variants or ["*"]
+        names = [name for name in VARIANTS if any(fnmatchcase(name, pattern) for pattern in patterns)]
         names = ["bf16", *(name for name in names if name != "bf16")]
         baseline: list[float] = []
         for name in [*names, "bf16"]:
@@ -89,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--strategies", nargs="+", default=["single", "ddp", "fsdp2"], choices=["single", "ddp", "fsdp2"]
     )
-    parser.add_argument("--variants", nargs="+", help="parts of names; default all")
+    parser.add_argument("--variants", nargs="+", help="names or globs; default all")
     parser.add_argument("--preset", choices=["tiny", "llama3-8b"], default="llama3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
@@ -189,7 +191,7 @@ def line(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
     alone = next((r for r in rows if r["strategy"] == "single" and r["variant"] == row["variant"]), None)
     sent = sum(row["wire_mb"].values())
     said = f"{row['strategy']:7}{row['variant']:34}{row['step_ms']:9.2f} ms {row['tokens_per_s']:9.0f} tok/s/GPU"
-    said += f"  x{bf16['step_ms'] / row['step_ms']:.3f}  peak {row['peak_gib']:6.2f} GiB  wire {sent:9.1f} MB"
+    said += f"  x{bf16['step_ms'] / row['step_ms']:.3f}  peak {row['peak_gib']:6.2f} GiB  wire {sent:10.3f} MB"
     said += f"  loss {row['loss']:.4f} ({100 * row['loss_gap']:+.2f} %)"
     if alone is not None and alone is not row:
         said += f"  scaling {100 * alone['step_ms'] / row['step_ms']:.1f} %"
@@ -330,6 +332,7 @@ def ours(precision: str, handler: Callable[[str], Any] | None = None, compiled: 
                 reshard_after_forward=not args.no_reshard,
                 auto_wrap_policy="TRANSFORMER_BASED_WRAP",
                 transformer_cls_names_to_wrap=["Layer"],
+                mixed_precision_policy=MixedPrecisionPolicy(**POLICY),
             )
         if strategy == "single" and dist.is_initialized() and dist.get_world_size() > 1:
             return alone(model, precision, handler, args)
