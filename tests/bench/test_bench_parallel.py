@@ -32,7 +32,6 @@ def test_it_runs_and_counts_bytes(tmp_path):
     assert all(abs(row["loss_gap"]) < 0.01 for row in rows)
     gathered = found["fsdp2", "acceler8-tensorwise-gather"]["wire_mb"]["all_gather"]
     whole = found["fsdp2", "acceler8-tensorwise"]["wire_mb"]["all_gather"]
-    assert whole == found["fsdp2", "bf16"]["wire_mb"]["all_gather"]
-    # embedding and head, 2 x 256 x 64 of 98,000 weights, stay in BF16
-    assert 0.5 * whole < gathered < 0.75 * whole
+    assert whole <= found["fsdp2", "bf16"]["wire_mb"]["all_gather"]
+    assert 0.5 * whole < gathered < 0.75 * whole  # embedding and head stay in BF16
     assert set(found["ddp", "bf16"]["wire_mb"]) == {"all_reduce"}
