@@ -186,6 +186,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         registered = backend if backend in backends.registered() else None
         if registered is not None:
             backend = FP8BackendType.NATIVE.value  # whose settings it is described by
+        if isinstance(rng_types, str) or not isinstance(rng_types, Iterable | None):
+            rng_types = (rng_types,)
         rng_types = ("generator",) if rng_types is None else tuple(str(kind) for kind in rng_types)
         for kind in rng_types:
             if kind not in RNG_TYPES:

@@ -153,7 +153,12 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
 
 def _pick_device(device: torch.device | str | None, cpu: bool, local: int | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"device got {device!r}; allowed: a torch.device or its name, such as cpu, cuda or cuda:1"
+            ) from error
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if local is None:

@@ -47,6 +47,8 @@ def find(name: str) -> Backend:
 
     Raises: PlanError if it is unknown, or a package's that cannot be imported or is no ``Backend``.
     """
+    if not isinstance(name, str):
+        raise PlanError(unknown_name("backend", name, names()))
     name = full_name(name)
     if name not in _made:
         _made[name] = _make(name)

@@ -7,6 +7,7 @@ starts); both are named, never dropped without a word.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,15 @@ def values_from_code(
     """
     handlers = handlers or RecipeHandlers()
     route = RouteValues()
+    for name, plugin, kind in (
+        ("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin),
+        ("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin),
+        ("deepspeed_plugin", deepspeed_plugin, DeepSpeedPlugin),
+    ):
+        if plugin is not None and not isinstance(plugin, kind):
+            raise ConfigError(
+                f"Accelerator({name}=) got a {type(plugin).__qualname__}; allowed: acceler8.utils.{kind.__name__}"
+            )
     for object_ in (*handlers.found, fsdp_plugin, dynamo_plugin, deepspeed_plugin):
         if object_ is not None:
             _take_object(object_, route)
@@ -167,6 +177,8 @@ def values_from_code(
 
 def gather(code: RouteValues, config_file: Path | str | None = None) -> Effective:
     """The effective values of a script: code, the environment, and the file named in code or ACCELER8_CONFIG_FILE."""
+    if config_file is not None and not isinstance(config_file, str | os.PathLike):
+        raise ConfigError(f"config_file got {config_file!r}; allowed: the path of a YAML file, as text or a Path")
     environ = current_environment()
     routes = [read_yaml(environ[CONFIG_FILE])] if environ.get(CONFIG_FILE) and not config_file else []
     routes.append(read_environment(environ))
@@ -209,7 +221,12 @@ def _take_shortcuts(recipe: Any, skip: Iterable[str] | None, handlers: RecipeHan
             f"Accelerator({argument}=) and {other} are given both; allowed: one recipe;"
             f" move {argument} into {other}, or leave that out"
         )
-    skip = skip if skip is None or isinstance(skip, str | list | tuple) else tuple(skip)
+    if skip is not None and not isinstance(skip, str):
+        if not isinstance(skip, Iterable):
+            raise ConfigError(
+                f"Accelerator(skip=) got {skip!r}; allowed: a list of layer names; write skip=['lm_head']"
+            )
+        skip = tuple(skip)
     short = None
     if recipe is not None:
         short = NativeRecipeKwargs(recipe=recipe, skip=skip)

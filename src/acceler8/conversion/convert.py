@@ -162,6 +162,11 @@ def attach(model: nn.Module, optimizer: Optimizer) -> Attachment:
     Raises: PlanError if the model is not converted, the optimizer is not this model's, or marks its steps already.
     """
     state = state_of(model)
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(
+            f"attach got {type(optimizer).__qualname__} as the optimizer; allowed: a torch.optim.Optimizer; pass the"
+            " one that steps this model"
+        )
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise PlanError("this optimizer holds no Parameter of the model; attach the one that steps this model")

@@ -29,7 +29,7 @@ from acceler8.conversion.layers import ROOT, check_is_plain, largest_shape, matr
 from acceler8.conversion.speed import MEASURE, Forecast, Prediction, Speed, check_tokens, find_costs, ms, times
 from acceler8.costs import CostTable
 from acceler8.errors import PlanError, unknown_name
-from acceler8.nn import NormKind
+from acceler8.nn import NormKind, check_is_module
 from acceler8.nn.class_change import plain_type
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import matches, recipe_from_dict, recipe_of_layer
@@ -275,6 +275,7 @@ def plan(
         ``fp8_last_layers`` also for a model without blocks, and if no layer is ever in FP8; for ``tokens`` that are
         none, and a GPU without a table. RunError for a cost table that cannot be read.
     """
+    check_is_module(model)
     check_tokens(tokens, never_slower)
     if filter_fn is not None and not callable(filter_fn):
         raise PlanError(
@@ -537,7 +538,10 @@ def _window(steps: str | StepWindow | None) -> StepWindow | None:
 def _skip_patterns(skip: Iterable[str] | None) -> tuple[str, ...]:
     if isinstance(skip, str):
         raise PlanError(f"skip={skip!r} is one string; allowed: a list of layer names; write skip=[{skip!r}]")
-    return tuple(skip or ())
+    found = tuple(skip or ()) if skip is None or isinstance(skip, Iterable) else (skip,)
+    if wrong := [pattern for pattern in found if not isinstance(pattern, str)]:
+        raise PlanError(f"skip has {wrong[0]!r}; allowed: a list of layer names, each a text; correct it")
+    return found
 
 
 def _skip_of(recipe: Recipe | LayerRecipes) -> tuple[str, ...]:

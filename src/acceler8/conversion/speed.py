@@ -15,6 +15,7 @@ on is compared, so ``eval``, names, and formats as such do not matter; nor does 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -132,9 +133,12 @@ def find_costs(
     if given and tokens is None:
         raise PlanError(f"plan got {given[0]} without tokens, which costs depend on; give tokens=batch x sequence")
     if costs is not None:
+        if not isinstance(costs, CostTable | str | os.PathLike):
+            raise PlanError(f"costs got {costs!r}; allowed: a CostTable, or the path of its file")
         return (costs if isinstance(costs, CostTable) else CostTable.load(costs)), []
     if gpu is not None:
-        if (table := CostTable.for_this_gpu(gpu)) is None:
+        table = CostTable.for_this_gpu(gpu) if isinstance(gpu, str) else None
+        if table is None:
             raise PlanError(f"{unknown_name('GPU of a cost table', gpu, known_gpus())}; measure it there: {MEASURE}")
         return table, []
     return _costs_here(tokens, device)

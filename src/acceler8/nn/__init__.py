@@ -17,6 +17,7 @@ from acceler8.nn.mlp import (
 )
 from acceler8.nn.model_state import (
     ModelState,
+    check_is_module,
     converted_layers,
     find_state,
     find_states,
@@ -41,6 +42,7 @@ __all__ = [
     "ModelState",
     "NormKind",
     "NormState",
+    "check_is_module",
     "converted_layers",
     "find_state",
     "find_states",

@@ -76,8 +76,18 @@ class ModelState:
         return {**self.__dict__, "attached": []}
 
 
+def check_is_module(model: object) -> None:
+    """Raise PlanError for what is no ``nn.Module``."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model got {type(model).__qualname__}; allowed: an nn.Module; pass the model itself")
+
+
 def find_states(model: nn.Module) -> list[ModelState]:
-    """The conversion states inside ``model``: one for each part that was converted on its own."""
+    """The conversion states inside ``model``: one for each part that was converted on its own.
+
+    Raises: PlanError for what is no module.
+    """
+    check_is_module(model)
     return [state for m in model.modules() if (state := m.__dict__.get(ATTRIBUTE)) is not None]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from acceler8.conversion.filters import output_heads
+from acceler8.nn import check_is_module
 
 
 def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
@@ -16,7 +17,9 @@ def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     which keeps vectors in FP32, and "none" in the second. Heads are found as plans find them
     (``get_output_embeddings``, names, the vocabulary's width), embeddings by their class, and what is tied to either
     counts as it. Parameters that do not require gradients are left out, and so is a group that would be empty.
+    Raises: PlanError for what is no module, such as ``model.parameters()``.
     """
+    check_is_module(model)
     heads = output_heads(model)
     kept = {
         id(module.weight)
