@@ -87,3 +87,13 @@ def test_what_one_process_overflowed_all_see(found):
     for own in found:
         assert own["not_finite"] == found[0]["not_finite"]
         assert own["not_finite"]["0.weight"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fsdp2_trains_as_without(found, dtype):
+    for own in found:
+        run = own["fsdp2"][dtype]
+        apart = [abs(a / b - 1) for a, b in zip(run["losses"], run["plain"], strict=True)]
+        assert 0 < max(apart) < 0.03
+        assert run["losses"][-1] < 0.8 * run["losses"][0]
+        assert run["sent"]["fp8"] > run["sent"].get("plain", 0)

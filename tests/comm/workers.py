@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from acceler8.bench.wire import CountBytes
-from acceler8.comm import Exchange, GradientReduction, Groups, Layout, Span
+from acceler8.comm import Exchange, GradientReduction, Groups, Layout, ShardedGradientReduction, Span
 
 CPU = torch.device("cpu")
 SIZES = [(3000, True), (7, False), (1000, True), (128 * 9, True), (33, False), (5, True)]
@@ -22,7 +23,7 @@ SIZES = [(3000, True), (7, False), (1000, True), (128 * 9, True), (33, False), (
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
-    for check in (all_reduce, two_levels, reduce_scatter, ddp, not_finite):
+    for check in (all_reduce, two_levels, reduce_scatter, ddp, not_finite, fsdp2):
         found |= check()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
@@ -166,6 +167,52 @@ def not_finite() -> dict[str, Any]:
     loss(wrapped, x).backward()
     bad = {name: int((~p.grad.isfinite()).sum()) for name, p in wrapped.module.named_parameters()}
     return {"not_finite": bad}
+
+
+class Partly(nn.Module):
+    """One of its layers has nothing to do in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.other = model(), nn.Linear(64, 64)
+        self.uses_other = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found + self.other(x) if self.uses_other else found
+
+
+def sharded(reduction: ShardedGradientReduction | None, policy: MixedPrecisionPolicy, steps: int = 10) -> list[float]:
+    whole = Partly()
+    fully_shard(whole.body, mp_policy=policy)
+    fully_shard(whole, mp_policy=policy)
+    if reduction is not None:
+        reduction.install(whole)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(7 + dist.get_rank()))
+    losses = []
+    for step in range(steps):
+        whole.uses_other = step != 4
+        last = loss(whole, x)
+        last.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = last.detach().float().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+def fsdp2() -> dict[str, Any]:
+    found = {}
+    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        reduction = ShardedGradientReduction()
+        found[name] = {
+            "losses": sharded(reduction, policy), "plain": sharded(None, policy), "sent": dict(reduction.sent),
+        }  # fmt: skip
+    return {"fsdp2": found}
 
 
 if __name__ == "__main__":
