@@ -20,6 +20,7 @@ TOGETHER = {
     "tests/optim/test_fsdp2.py": SEVERAL_PROCESSES,
     "tests/backends/test_registry.py": "a package that pip installs once",
     "tests/bench/test_wire.py": "one group of ranks",
+    "tests/comm/test_processes.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_hostile.py": "one checkpoint, which each damages in its own way",
     "tests/cli/test_demo.py": "one whole run, which stopped ones are compared with",
     "tests/demo/test_report.py": "one finished run",

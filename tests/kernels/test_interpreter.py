@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
                 "test_cross_entropy": ("", 15),
                 "test_dequantize": ("", 35),
                 "test_gated": ("silu and rowwise", 2),
+                "test_gradient_blocks": ("", 25),
                 "test_norm": ("rowwise", 2),
                 "test_transpose": ("", 20),
             },
