@@ -36,6 +36,7 @@ from acceler8.accelerator.backend_settings import filter_of, options_of
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
 from acceler8.accelerator.compile import compile_model, is_compiled
+from acceler8.accelerator.deepspeed_settings import precision_of_file, steps_of_file
 from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
@@ -206,7 +207,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             dynamo_plugin=dynamo_plugin,
         )
         self.effective = gather(code, config_file)
-        self.mixed_precision = self.effective["mixed_precision"] or "no"
+        of_file = precision_of_file(self.effective, deepspeed_plugin)
+        self.mixed_precision = self.effective["mixed_precision"] or of_file or "no"
         self._check_recipe_is_for_fp8(recipe)
         for note in (*self.effective.notes, *configuration.check(self.effective)):
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
@@ -218,7 +220,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.recipe = self._recipe()
         self.skip = self.effective["fp8_config.skip"]
         self.gradients = make_gradient_state(
-            gradient_accumulation_plugin, self.effective["deepspeed_config.gradient_accumulation_steps"] or 1
+            gradient_accumulation_plugin,
+            self.effective["deepspeed_config.gradient_accumulation_steps"]
+            or steps_of_file(self.effective, deepspeed_plugin)
+            or 1,
         )
         self.clock = StepClock()
         self.processes = join_processes(current_environment(), device, self.effective.uses_cpu, self.init_handler)
@@ -302,6 +307,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         places = self._check_placements(objects, device_placement)
         given = [obj.optimizer if isinstance(obj, AcceleratedOptimizer) else obj for obj in objects]
         optimizers = [obj for obj in given if isinstance(obj, Optimizer)]
+        self.strategy.expect(given)
         wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
@@ -350,6 +356,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             )
         self._wrap_forward(model)
         compile_model(model, self.effective, self.dynamo_plugin)
+        self.strategy.num_steps = self.gradients.num_steps
         known_optimizers = [known.given for known in self._optimizers]
         model = self.strategy.wrap(given, [*known_optimizers, *(o for o in optimizers if o not in known_optimizers)])
         self._models.append(model)
@@ -467,7 +474,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.gradients.begin_micro_batch()
         targets = models or tuple(self._models)
         codes = []
-        if self.gradients.num_steps > 1:
+        if self.gradients.num_steps > 1 and self.strategy.keeps_codes:
             codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
             if not (self.gradients.sync_gradients or self.gradients.sync_each_batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acceler8.accelerator.deepspeed_settings import make_deepspeed
 from acceler8.accelerator.processes import Processes
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from acceler8.config.run_handlers import DistributedDataParallelKwargs
@@ -17,6 +18,8 @@ def make_strategy(
     deepspeed: DeepSpeedPlugin | None,
 ) -> Strategy:
     """Which way the models of these processes are spread."""
+    if effective["distributed_type"] == "DEEPSPEED":
+        return make_deepspeed(effective, processes, deepspeed)
     if processes.num_processes == 1:
         return SingleProcess(processes.device)
     return ReplicatedProcesses(

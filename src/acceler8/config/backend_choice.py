@@ -74,10 +74,10 @@ def choose_backend(effective: Effective) -> FP8BackendType:
 
 def cannot_run(effective: Effective) -> Iterator[str]:
     """What is configured rightly and this version cannot train with yet, each with its place and what to do."""
-    if (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
+    if (engine := effective["distributed_type"]) == "FSDP":
         yield (
             f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet; allowed:"
-            " one process, or several that each hold the model (MULTI_GPU, MULTI_CPU); leave it out"
+            " one process, several that each hold the model (MULTI_GPU, MULTI_CPU), or DEEPSPEED; leave it out"
         )
     if effective["mixed_precision"] == "fp8":
         yield from _cannot_run_fp8(effective)

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
@@ -28,6 +29,19 @@ _GEMMS = "fp8_config.override_linear_precision"
 def current_environment() -> Mapping[str, str]:
     """The environment of this process; the only place that reads it for the configuration."""
     return os.environ
+
+
+@contextmanager
+def with_default(name: str, value: str) -> Iterator[None]:
+    """Inside, the variable ``name`` is set, to ``value`` if nobody set it: for a library that reads nothing else."""
+    is_missing = name not in os.environ
+    if is_missing:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if is_missing:
+            os.environ.pop(name, None)
 
 
 def read_environment(environ: Mapping[str, str]) -> RouteValues:

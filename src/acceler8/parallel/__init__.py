@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from acceler8.parallel.ddp import ReplicatedProcesses
+from acceler8.parallel.deepspeed import DeepSpeedProcesses
 from acceler8.parallel.protocol import Strategy
 from acceler8.parallel.single import SingleProcess
 
-__all__ = ["ReplicatedProcesses", "SingleProcess", "Strategy"]
+__all__ = ["DeepSpeedProcesses", "ReplicatedProcesses", "SingleProcess", "Strategy"]

@@ -44,9 +44,10 @@ class TorchaoBackend(Backend):
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Tensorwise and rowwise, from Ada on, and on the CPU."""
-        return (
-            Capability(recipe="tensorwise", compute=(8, 9), on_cpu=True),
-            Capability(recipe="rowwise", compute=(8, 9), on_cpu=True),
+        ways = ("single", "ddp", "deepspeed")
+        return tuple(
+            Capability(recipe=recipe, compute=(8, 9), on_cpu=True, strategies=ways)
+            for recipe in ("tensorwise", "rowwise")
         )
 
     def lacks(self, recipe: Recipe, device: torch.device, strategy: str = "single") -> str | None:
