@@ -12,7 +12,8 @@
 
 The interface is Hugging Face Accelerate's, so a script changes one import. What the script leaves open comes from the
 environment (as a launcher writes it) and from a YAML file; code wins, and ``fp8_report`` says who decided each value.
-The state is this object's own: no process-wide singleton, no environment variable is written.
+The state is this object's own: no process-wide singleton, no environment variable is written (but LOCAL_RANK under
+DeepSpeed, where no launcher set it).
 """
 
 from __future__ import annotations

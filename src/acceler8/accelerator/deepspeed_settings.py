@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from torch import distributed
 
 from acceler8.accelerator.processes import Processes
-from acceler8.config.environment import with_default
+from acceler8.config.environment import set_if_missing
 from acceler8.config.plugins import DeepSpeedPlugin
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
@@ -33,9 +31,7 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
     precision = effective["mixed_precision"] or precision_of_file(effective, plugin) or "no"
     _set_precision(config, precision, where, str(effective.source("mixed_precision")))
     _allow_any_optimizer(config)
-    around: Callable[[], AbstractContextManager[Any]] = partial(
-        with_default, "LOCAL_RANK", str(processes.local_process_index)
-    )
+    set_if_missing("LOCAL_RANK", str(processes.local_process_index))  # which DeepSpeed reads in every step
     return DeepSpeedProcesses(
         processes.device,
         processes.process_index,
@@ -43,7 +39,6 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
         config,
         where=where,
         leaf_classes=effective[_SECTION + "deepspeed_moe_layer_cls_names"] or (),
-        around=around,
     )
 
 

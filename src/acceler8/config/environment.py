@@ -10,7 +10,6 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
@@ -31,17 +30,9 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
-@contextmanager
-def with_default(name: str, value: str) -> Iterator[None]:
-    """Inside, the variable ``name`` is set, to ``value`` if nobody set it: for a library that reads nothing else."""
-    is_missing = name not in os.environ
-    if is_missing:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if is_missing:
-            os.environ.pop(name, None)
+def set_if_missing(name: str, value: str) -> None:
+    """Set a variable of this process that nobody set: for a library that reads its value there and nowhere else."""
+    os.environ.setdefault(name, value)
 
 
 def read_environment(environ: Mapping[str, str]) -> RouteValues:

@@ -18,7 +18,6 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); DeepSpeed 0.19's engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -63,8 +62,7 @@ class DeepSpeedProcesses(Strategy):
     """The strategy of processes that train with ZeRO. The process group runs already.
 
     config: DeepSpeed's own configuration, ``"auto"`` where the training decides. where: who gave it, for messages.
-    leaf_classes: names of modules that ZeRO-3 gathers whole, mixtures of experts. around: entered while the engine
-        starts, which reads LOCAL_RANK. num_steps: micro-batches of a step, asked when the engine starts.
+    leaf_classes: names of modules that ZeRO-3 gathers whole, mixtures of experts.
     """
 
     name = "deepspeed"
@@ -78,16 +76,14 @@ class DeepSpeedProcesses(Strategy):
         *,
         where: str,
         leaf_classes: Sequence[str] = (),
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(device)
         self.process_index, self.num_processes = process_index, num_processes
-        self.config, self.where, self._leaf_classes, self._around = dict(config), where, tuple(leaf_classes), around
+        self.config, self.where, self._leaf_classes = dict(config), where, tuple(leaf_classes)
         self.stage = stage_of(config)
         self.is_sharded = self.stage > 0
         self.keeps_codes = self.stage < 3
         self.scales_loss = is_on(config, "fp16")
-        self.num_steps = 1
         self.engine: Any = None
         self._deepspeed = import_deepspeed(device)
         self._given: Optimizer | None = None
@@ -147,8 +143,7 @@ class DeepSpeedProcesses(Strategy):
         if self.stage == 3:
             self._set_leaves(model)
         config = fill(self.config, self._known_values(model), self.where)
-        with self._around():
-            self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self._given, self._parts = optimizer, Parts(self.engine, optimizer)
         self._optimizer = ZeroOptimizer(self._parts, groups)
         names = dict(model.named_parameters(remove_duplicate=False))

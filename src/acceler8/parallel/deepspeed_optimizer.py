@@ -94,6 +94,14 @@ class ZeroOptimizer(Optimizer):
         self.parts.set_clip(max_norm)
         return norm
 
+    def master_of(self, parameter: Any) -> Tensor:
+        """The whole FP32 weight that a step changes. Every process calls this."""
+        return self.parts.weight(parameter)
+
+    def value_of(self, parameter: Any) -> Tensor:
+        """A copy of the whole Parameter, as forward reads it. Every process calls this."""
+        return self.parts.value(parameter)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is built. Raises: ConfigError."""
         if "parts" in self.__dict__:
