@@ -35,6 +35,10 @@ def train(way: str, kind: str, recipe: object = "rowwise", **options: object) ->
 
 
 SCENARIOS = {
+    **{f"{way}-fused": lambda way=way: train(way, "llama", "rowwise", engine="bf16") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},
+    **{f"{way}-bert": lambda way=way: train(way, "bert", "rowwise", engine="bf16") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},
+    **{f"{way}-delayed": lambda way=way: train(way, "llama", "delayed") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},
+    **{f"{way}-torchao-{r}": lambda way=way, r=r: train(way, "llama", r, backend="AO") for way in ("ddp", "zero0", "zero1", "zero2", "zero3") for r in ("tensorwise", "rowwise")},
     **{f"{way}-{kind}": lambda way=way, kind=kind: train(way, kind, ROWS_ALONE) for way in ("ddp", "zero0", "zero1", "zero2", "zero3") for kind in ("plain", "llama")},
 }
 

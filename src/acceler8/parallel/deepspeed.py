@@ -7,10 +7,13 @@ its forward still runs under autocast, as everywhere else, and FP8 layers cast t
 An accumulation window is the Accelerator's: it divides the loss, and says which backward ends a step. The engine steps
 where ``optimizer.step()`` is called, which is behind the script's clipping of gradients.
 
-Under ZeRO-3 a weight is whole only while its module runs. The engine's hooks on each module gather it, and a fused MLP
-and the layers that share an activation read each other's weights: so the modules that hold those become leaf modules,
-gathered at once. Weight codes are made in each forward and not kept between micro-batches, for they would hold whole
-weights on every process; those of ZeRO-1 and 2 are dropped at each step, as ever.
+Under ZeRO-3 a weight is whole only while its module runs: the engine's hooks gather it. A fused MLP reads its layers'
+weights without calling them, and a fused head loss the head's; the engine gathers what is read inside a forward, and
+with that module from then on. It wraps each module's input anew, so q, k and v do not find that they read one
+activation, nor the codes that a norm made of it: each runs alone. (Leaf modules, gathered at once, would be another
+way; DeepSpeed loses the gradients of those that are called by keyword.) Weight codes are made in each forward and not
+kept between micro-batches, for they would hold whole weights on every process; those of ZeRO-1 and 2 are dropped at
+each step, as ever.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); DeepSpeed 0.19's engine.
 """
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from acceler8.errors import ConfigError, MissingLibraryError
-from acceler8.nn import FusedMLP, find_states, fp8_layers
+from acceler8.nn import find_states
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.deepspeed_config import CLIPPING, MICRO_BATCH, STEPS, fill, is_on, sizes_of, stage_of, value_at
 from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer
@@ -165,11 +168,9 @@ class DeepSpeedProcesses(Strategy):
         }
 
     def _set_leaves(self, model: nn.Module) -> None:
-        """Have ZeRO-3 gather at once what is read at once."""
-        groups = {id(state.group) for _, layer in fp8_layers(model) if (state := layer._acceler8_layer).group}
+        """Have ZeRO-3 gather mixtures of experts whole: which experts run differs between processes."""
         for module in model.modules():
-            of_group = any(id(_group_of(child)) in groups for child in module.children())
-            if of_group or isinstance(module, FusedMLP) or type(module).__name__ in self._leaf_classes:
+            if type(module).__name__ in self._leaf_classes:
                 self._deepspeed.utils.set_z3_leaf_module(module, True)
 
     def take(self, optimizer: Optimizer) -> Optimizer:
@@ -229,8 +230,3 @@ class DeepSpeedProcesses(Strategy):
     ) -> None:
         """Put process 0's weights into masters and Parameters on all."""
         scatter_model(self.unwrap(model), self._parts, state)
-
-
-def _group_of(module: nn.Module) -> Any:
-    state = module.__dict__.get("_acceler8_layer")
-    return None if state is None else state.group
