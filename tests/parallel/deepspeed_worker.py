@@ -34,7 +34,38 @@ def train(way: str, kind: str, recipe: object = "rowwise", **options: object) ->
     return facts
 
 
+def save(way: str, kind: str = "plain", **options: object) -> Facts:
+    """Three steps, whole states, and three steps more."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    training = Training(make_accelerator(way, recipe=ROWS_ALONE, **options), kind)
+    training.run(make_data(kind, ranks), rank)
+    facts: Facts = {"saved": (training.weights(), training.states())}
+    facts["scheduler"] = training.scheduler.state_dict()
+    facts["after"] = training.run(make_data(kind, ranks, seed=8), rank)
+    facts["weights"], facts["states"] = training.weights(), training.states()
+    return facts
+
+
+def resume(way: str, source: Path, kind: str = "plain", **options: object) -> Facts:
+    """What ``save`` wrote, in a training that began otherwise, and three steps more."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    training = Training(make_accelerator(way, recipe=ROWS_ALONE, **options), kind)
+    training.run(make_data(kind, ranks, seed=9), rank)
+    saved = torch.load(source, weights_only=False)
+    weights, states = saved["saved"] if rank == 0 else ({}, {})
+    strategy = training.accelerator.strategy
+    strategy.load_model_state(training.model, weights, lambda model, state: model.load_state_dict(state))
+    strategy.load_optimizer_state(training.optimizer.optimizer, states)
+    training.scheduler.load_state_dict(saved["scheduler"])
+    facts: Facts = {"loaded": (training.weights(), training.states())}
+    facts["after"] = training.run(make_data(kind, ranks, seed=8), rank)
+    facts["weights"], facts["states"] = training.weights(), training.states()
+    return facts
+
+
 SCENARIOS = {
+    **{f"save-{way}-{engine}": lambda way=way, engine=engine: save(way, engine=engine) for way in ("zero0", "zero1", "zero2", "zero3") for engine in ("fp32", "bf16")},
+    **{f"resume-{way}-{engine}-from-{other}": lambda way=way, engine=engine, other=other: resume(way, Path(sys.argv[3]) / f"save-{other}-{engine}.0.pt", engine=engine) for way in ("zero0", "zero1", "zero2", "zero3") for engine in ("fp32", "bf16") for other in ("zero0", "zero1", "zero2", "zero3")},
     **{f"{way}-fused": lambda way=way: train(way, "llama", "rowwise", engine="bf16") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},
     **{f"{way}-bert": lambda way=way: train(way, "bert", "rowwise", engine="bf16") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},
     **{f"{way}-delayed": lambda way=way: train(way, "llama", "delayed") for way in ("ddp", "zero0", "zero1", "zero2", "zero3")},

@@ -117,6 +117,7 @@ class ZeroOptimizer(Optimizer):
         Every process calls this.
         """
         is_writer = dist.get_rank() == 0
+        self.parts.link_states()
         state: dict[int, dict[str, Any]] = {}
         number, groups = 0, []
         for group in self.param_groups:

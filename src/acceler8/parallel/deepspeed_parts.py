@@ -110,6 +110,13 @@ class Parts:
                 key: value.clone() if isinstance(value, Tensor) else value for key, value in shared[number].items()
             }
             self.given.state[flat] = made | {key: torch.zeros_like(flat) for key in whole}
+        self.link_states()
+
+    def link_states(self) -> None:
+        """Have DeepSpeed find the states of all groups; call it before they are read.
+
+        ZeRO-1 and 2 do that once, behind the first step of the first group, when the others have none (0.19.8).
+        """
         if hasattr(self.owner, "_lazy_init_hp_params_optimizer_state"):
             self.owner._hp_optimizer_states_linked = False
             self.owner._lazy_init_hp_params_optimizer_state()
@@ -138,13 +145,13 @@ class Parts:
 
     def _flat_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The tensor in the script's optimizer that holds this process's part of a Parameter."""
+        if not parameter.requires_grad:
+            return None
         if (own := self._masters.get(id(parameter))) is not None:
             return own
         if self.owner is self.given:
             return parameter
         if is_partitioned(parameter):
-            if not parameter.requires_grad:
-                return None
             found: Tensor = self.owner.fp32_partitioned_groups_flat[
                 self.owner.grad_position[self.owner.get_param_id(parameter)][0]
             ]
