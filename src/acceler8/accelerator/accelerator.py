@@ -475,7 +475,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.gradients.begin_micro_batch()
         targets = models or tuple(self._models)
         codes = []
-        if self.gradients.num_steps > 1 and self.strategy.keeps_codes:
+        if self.gradients.num_steps > 1 and self.strategy.keeps_weight_codes:
             codes = [c for m in targets for state in find_states(m) for c in state.codes if not c.is_open]
         with ExitStack() as stack:
             if not (self.gradients.sync_gradients or self.gradients.sync_each_batch):

@@ -85,7 +85,7 @@ class DeepSpeedProcesses(Strategy):
         self.config, self.where, self._leaf_classes = dict(config), where, tuple(leaf_classes)
         self.stage = stage_of(config)
         self.is_sharded = self.stage > 0
-        self.keeps_codes = self.stage < 3
+        self.keeps_weight_codes, self.keeps_gradients = self.stage < 3, True
         self.scales_loss = is_on(config, "fp16")
         self.engine: Any = None
         self._deepspeed = import_deepspeed(device)

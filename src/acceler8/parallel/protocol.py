@@ -29,8 +29,10 @@ class Strategy:
     """True if the engine has its own loss scaler, under FP16."""
     is_sharded = False
     """True if no process holds all of the model and its optimizer; ``model_state`` gathers it then."""
-    keeps_codes = True
-    """False if weights are whole only while their module runs, so codes of them are not kept between micro-batches."""
+    keeps_gradients = False
+    """True if gradients of an unfinished step are the engine's, not ``.grad``: checkpoints cannot hold them."""
+    keeps_weight_codes = True
+    """Whether FP8 codes of whole weights may stay in memory between the micro-batches of a step."""
     num_steps = 1
     """Micro-batches of a step; the Accelerator tells it before it wraps a model."""
 
