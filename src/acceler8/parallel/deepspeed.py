@@ -33,7 +33,7 @@ from acceler8.errors import ConfigError, MissingLibraryError
 from acceler8.nn import find_states
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.deepspeed_config import CLIPPING, MICRO_BATCH, STEPS, fill, is_on, sizes_of, stage_of, value_at
-from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer
+from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer, make_optimizer
 from acceler8.parallel.deepspeed_parts import Parts, is_partitioned
 from acceler8.parallel.deepspeed_state import gather_model, scatter_model
 from acceler8.parallel.protocol import Strategy
@@ -148,7 +148,7 @@ class DeepSpeedProcesses(Strategy):
         config = fill(self.config, self._known_values(model), self.where)
         self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self._given, self._parts = optimizer, Parts(self.engine, optimizer)
-        self._optimizer = ZeroOptimizer(self._parts, groups)
+        self._optimizer = make_optimizer(self._parts, groups)
         names = dict(model.named_parameters(remove_duplicate=False))
         for state in find_states(model):
             state.dtypes = {name: names[name].dtype if name in names else was for name, was in state.dtypes.items()}

@@ -8,7 +8,7 @@ how many processes wrote it, nor at which stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class GroupView(MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         del self._group[key]
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._group)
@@ -193,6 +199,14 @@ class ZeroOptimizer(Optimizer):
                         f" {list(shape_of(parameters[number]))}; under DeepSpeed states have the weights' shapes"
                     )
         return None
+
+
+def make_optimizer(parts: Parts, groups: list[list[Any]]) -> ZeroOptimizer:
+    """A ``ZeroOptimizer`` under the name of the script's optimizer, whose states these are: checkpoints note it."""
+    author = type(parts.given)
+    names = {"__module__": author.__module__, "__qualname__": author.__qualname__, "__doc__": ZeroOptimizer.__doc__}
+    made: ZeroOptimizer = type(author.__name__, (ZeroOptimizer,), names)(parts, groups)
+    return made
 
 
 def _to_cpu(value: Any) -> Any:
