@@ -44,8 +44,9 @@ class TorchaoBackend(Backend):
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Tensorwise and rowwise, from Ada on, and on the CPU."""
+        ways = ("single", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
         return tuple(
-            Capability(recipe=name, compute=(8, 9), on_cpu=True, strategies=("single", "ddp", "fsdp2"))
+            Capability(recipe=name, compute=(8, 9), on_cpu=True, strategies=ways, gathers_fp8=name == "tensorwise")
             for name in ("tensorwise", "rowwise")
         )
 

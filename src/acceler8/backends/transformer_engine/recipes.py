@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from acceler8.backends.capability import Capability, kind_of
+from acceler8.backends.capability import STRATEGIES, Capability, kind_of
 from acceler8.errors import PlanError
 from acceler8.formats import E4M3, E5M2
 from acceler8.recipes import DelayedScaling, Recipe, get
@@ -26,11 +26,14 @@ CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
 }
 # Blocks of 1x128 are GEMMs from Hopper on; MXFP8's are those of Blackwell's data-centre GPUs, not of sm_120.
+_WHY_NOT = dict.fromkeys(
+    STRATEGIES, "TransformerEngine under it was not yet tested on GPUs; use DDP, or backend native or torchao"
+)
 CAPABILITIES = (
-    Capability(recipe="delayed", compute=(8, 9)),
-    Capability(recipe="tensorwise", compute=(8, 9)),
-    Capability(recipe="blockwise", compute=(9, 0)),
-    Capability(recipe="mxfp8", compute=(10, 0), below=(12, 0)),
+    Capability(recipe="delayed", compute=(8, 9), why_not=_WHY_NOT),
+    Capability(recipe="tensorwise", compute=(8, 9), why_not=_WHY_NOT),
+    Capability(recipe="blockwise", compute=(9, 0), why_not=_WHY_NOT),
+    Capability(recipe="mxfp8", compute=(10, 0), below=(12, 0), why_not=_WHY_NOT),
 )
 # Of tokens and features. Forward needs 8 tokens, but they are the K of wgrad's GEMM, which needs 16.
 _MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
