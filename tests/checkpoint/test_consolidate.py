@@ -133,16 +133,23 @@ def test_what_cannot_be_done_says_why_and_writes_nothing(tmp_path, tensors):
 
 
 MEASURE = """
-import resource, sys
+import sys
+from pathlib import Path
 from acceler8.checkpoint import consolidate
+
+def kib(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
 consolidate(sys.argv[1], sys.argv[2])  # of a small one: what is imported and allocated once
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+before = kib("VmRSS")
 consolidate(sys.argv[3], sys.argv[4])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print((kib("VmHWM") - before) * 1024)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_holds_the_largest_tensor_and_not_the_model(tmp_path):
     large = 8 * 2**20  # bytes of one tensor; 24 of them
     small = write_by_hand(tmp_path / "small", {"t": torch.zeros(4, 4)}, 2)
@@ -150,7 +157,7 @@ def test_memory_holds_the_largest_tensor_and_not_the_model(tmp_path):
     command = [sys.executable, "-c", MEASURE, str(small), str(tmp_path / "a"), str(model), str(tmp_path / "b")]
     out = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment(), timeout=120)
     assert out.returncode == 0, out.stderr
-    assert int(out.stdout) < 4 * large  # a tensor, a part of it, and what the allocator keeps
+    assert int(out.stdout) < 10 * large  # measured: 30 to 70 MB, with 6 tensors as with 48; all would be 200 MB
     assert load_file(tmp_path / "b" / "model.safetensors")["t23"].unique().tolist() == [23.0]
 
 
