@@ -25,7 +25,7 @@ def consolidate(
 ) -> None:
     """Write the weights of a checkpoint of shards as one plain file, or as several with an index.
 
-    Needs no GPU, no process group and not the model's code. Every file of weights is hashed first; memory grows with the
+    Needs no GPU, no process group and not the model's code. Files of weights are hashed first; memory grows with the
     largest tensor, not with the model.
     """
     from acceler8.checkpoint import consolidate as write
