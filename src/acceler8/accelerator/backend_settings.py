@@ -12,6 +12,7 @@ from acceler8.backends import BackendOptions
 from acceler8.backends.torchao import TorchaoOptions
 from acceler8.backends.torchao.filters import filter_first_and_last_linear_layers
 from acceler8.backends.transformer_engine import TransformerEngineOptions
+from acceler8.config.backend_choice import ALL_GATHER, was_told
 from acceler8.config.handlers import AORecipeKwargs
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
@@ -37,7 +38,7 @@ def options_of(effective: Effective, backend: str, handler: AORecipeKwargs | Non
         config=config,
         pad_inner_dim=value("pad_inner_dim", True),
         # on by default in Accelerate, where it freezes weights without FSDP2; here it counts where it is given
-        all_gather=value("enable_fsdp_float8_all_gather", False),
+        all_gather=was_told(effective, ALL_GATHER) and value("enable_fsdp_float8_all_gather", False),
         skip_first_and_last=value("skip_first_and_last", True),
         eval=("fp8" if evaluates else "high_precision") if config is not None else None,
     )

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from acceler8.accelerator.processes import Processes
+from acceler8.config.backend_choice import ALL_GATHER, was_told
 from acceler8.config.environment import current_environment
 from acceler8.config.plugins import FullyShardedDataParallelPlugin
-from acceler8.config.sources import Effective, Precedence
+from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
 from acceler8.parallel.fsdp2 import ShardingOptions
 from acceler8.parallel.fsdp2_units import BLOCKS, DEFAULT_SIZE, SIZE, TRANSFORMER, WrapPolicy
@@ -71,7 +72,6 @@ def sharding_options(
     def given(key: str) -> Any:
         return effective[_FSDP + key]
 
-    recipe_gathers = effective["fp8_config.enable_fsdp_float8_all_gather"]
     return ShardingOptions(
         reshard_after_forward=word in ("FULL_SHARD", "HYBRID_SHARD"),
         shard_size=size,
@@ -82,15 +82,13 @@ def sharding_options(
         checkpoints_activations=bool(given("activation_checkpointing")),
         offloads_activations=bool(given("activation_checkpointing_offload")),
         loads_in_first=bool(given("cpu_ram_efficient_loading")),
-        gathers_fp8=bool(recipe_gathers) and effective["mixed_precision"] == "fp8",
+        gathers_fp8=was_told(effective, ALL_GATHER) and bool(effective[ALL_GATHER]),
         saves_whole=(given("state_dict_type") or _FORMS.get(given("version"), "FULL_STATE_DICT")) == "FULL_STATE_DICT",
     ), notes
 
 
 def _told(effective: Effective, key: str) -> bool:
-    """Whether somebody said it; defaults of Accelerate's classes are nobody's word."""
-    path = _FSDP + key
-    return path in effective.values and effective.source(path).precedence > Precedence.DEFAULT
+    return was_told(effective, _FSDP + key)
 
 
 def _notes(effective: Effective, plugin: FullyShardedDataParallelPlugin | None) -> list[str]:
@@ -161,13 +159,15 @@ def _mixed_precision(plugin: FullyShardedDataParallelPlugin | None) -> MixedPrec
     given = None if plugin is None else plugin.mixed_precision_policy
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given
-    if isinstance(given, str) and given in _DTYPES:
-        return MixedPrecisionPolicy(param_dtype=_DTYPES[given], reduce_dtype=_DTYPES[given])
+    dtype = _DTYPES.get(given) if isinstance(given, str) else given
+    if isinstance(dtype, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     found = given if isinstance(given, Mapping) else vars(given) if hasattr(given, "param_dtype") else None
     if found is None:
         raise ConfigError(
             f"FullyShardedDataParallelPlugin(mixed_precision_policy=): got {given!r}; allowed: a"
-            f" torch.distributed.fsdp.MixedPrecisionPolicy, its fields as a dict, or one of {', '.join(_DTYPES)}"
+            f" torch.distributed.fsdp.MixedPrecisionPolicy, its fields as a dict, a dtype, or one of"
+            f" {', '.join(_DTYPES)}"
         )
     fields = {key: found[key] for key in ("param_dtype", "reduce_dtype", "output_dtype") if found.get(key) is not None}
     if found.get("cast_forward_inputs") is not None:

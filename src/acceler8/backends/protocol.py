@@ -138,6 +138,10 @@ class Backend:
         """What a plan should say about this recipe on this device, such as emulation."""
         return []
 
+    def strategy_notes(self, options: BackendOptions | None, strategy: str) -> list[str]:
+        """What a plan should say about options that have no effect under this way of spreading a model."""
+        return []
+
     def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float | None:
         """Bytes that stay until backward of each element of a layer's input in this dtype; None: not known."""
         return None

@@ -26,6 +26,7 @@ READY = ("NATIVE", "AO", "TE")
 """Backends that this version can train with: those of ``acceler8.backends``, under the words of settings."""
 _FP8 = "fp8_config."
 DELAYED = tuple(_FP8 + key for key in ("margin", "interval", "amax_history_len", "amax_compute_algo"))
+ALL_GATHER = _FP8 + "enable_fsdp_float8_all_gather"
 # settings about the choice itself, which no backend "has"
 _CHOICE = (_FP8 + "backend", _FP8 + "backend_order", _FP8 + "opt_level")
 
@@ -45,6 +46,11 @@ def preferred_backend(effective: Effective) -> str | None:
     """The named backend, installed or not; else the first of the order that is; None if there is none."""
     found = (name for name in backend_order(effective) if name != "MSAMP" and is_backend_available(name))
     return named_backend(effective) or next(found, None)
+
+
+def was_told(effective: Effective, path: str) -> bool:
+    """True if somebody said it; a default of Accelerate's classes is nobody's word."""
+    return path in effective.values and effective.source(path).precedence > Precedence.DEFAULT
 
 
 def choose_backend(effective: Effective) -> FP8BackendType:
@@ -112,6 +118,8 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
             continue
         if path == _FP8 + "recipe" and path not in effective.values and _decides_all(effective):
             continue
+        if path == ALL_GATHER and not was_told(effective, path):
+            continue  # AORecipeKwargs has Accelerate's default; here it counts where it is given
         found = effective.values.get(path)
         default = Value(entry.setting.defaults.get(backend or ""), DEFAULT)
         value = found if found is not None and found.value is not None else default

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo")
 _LAYERWISE = ("recipe", "layer_recipes", "skip", "fp8_steps", "fp8_last_layers")
 _OF_EVERY_RECIPE = ("pow2_scales", "save_for_backward", "skip")
-_NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers", "tokens", "never_slower")
+_NOT_OF_A_RECIPE = ("fp8_steps", "fp8_last_layers", "tokens", "never_slower", "enable_fsdp_float8_all_gather")
 """Settings of the native backend that no Recipe says, so that they stand beside one."""
 C = TypeVar("C", bound="SchemaHandler")
 
@@ -365,7 +365,8 @@ class NativeRecipeKwargs(RecipeHandler):
     says everything. The schedule: ``fp8_steps`` is ``"START:STOP"``, outside of these steps all layers are in high
     precision; ``fp8_last_layers`` is how many of the last blocks are in FP8 from which step on, ``"0:4,1000:all"`` or a
     mapping. With ``tokens``, those of one forward on one GPU (batch x sequence), the plan predicts each layer's speed,
-    and layers that FP8 would slow down stay in BF16 unless ``never_slower`` is False.
+    and layers that FP8 would slow down stay in BF16 unless ``never_slower`` is False. Under FSDP2
+    ``enable_fsdp_float8_all_gather`` sends weights as FP8 codes, in recipes that cast them alike in fprop and dgrad.
     """
 
     BACKEND = "NATIVE"
@@ -391,6 +392,7 @@ class NativeRecipeKwargs(RecipeHandler):
     fp8_last_layers: str | Mapping[Any, Any] | None = None
     tokens: int | None = None
     never_slower: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
         self._spread_mapping()

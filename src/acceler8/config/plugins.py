@@ -161,6 +161,14 @@ class FullyShardedDataParallelPlugin(Plugin):
             self._fill("sync_module_states", Value(True, DEFAULT))
         self._check()
 
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Gather weights and reduce gradients in this dtype (``fp32``, ``bf16``, ``fp16`` or ``fp8``, which is BF16).
+
+        A policy that is set already stays unless ``override``. Without any, gradients are reduced in FP32.
+        """
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = mixed_precision
+
     @property
     def _is_two(self) -> bool:
         return self.fsdp_version == 2

@@ -164,7 +164,6 @@ def _process_problems(given: _Given) -> Iterator[str]:
 def _fsdp_problems(given: _Given) -> Iterator[str]:
     if given["distributed_type"] != "FSDP":
         return
-    loading = SECTION + "cpu_ram_efficient_loading"
 
     def value(key: str) -> Any:
         return None if key == RESHARD and _is_exported(given) else given[SECTION + key]
@@ -172,9 +171,6 @@ def _fsdp_problems(given: _Given) -> Iterator[str]:
     for found in fsdp_rules.problems(value):
         against = () if given[SECTION + found.against] is None else (SECTION + found.against,)
         yield given.problem(SECTION + found.key, *against, allowed=found.allowed)
-    backend = "fp8_config.backend"
-    if given[loading] and given["mixed_precision"] == "fp8" and given[backend] == "AO":
-        yield given.problem(loading, backend, allowed="false with AO: its weights cannot be filled in after conversion")
 
 
 def _is_exported(given: _Given) -> bool:

@@ -276,8 +276,8 @@ class Fp8Config(Section):
             kind=Bool(),
             help="Gather FSDP2's weights in FP8.",
             ask="Gather FSDP2's weights in FP8?",
-            backends=("AO",),
-            defaults={"AO": True},
+            backends=("AO", "NATIVE"),
+            defaults={"AO": True, "NATIVE": False},
         ),
     ] = None
     pad_inner_dim: A[

@@ -346,6 +346,7 @@ def plan(
     known: Known | None = {} if fuse and engine.fuses else None
     rows, fusions, speed = _predict(model, recipe, rows, forecast, kept, known)
     made = _finish(model, recipe, engine, rows, window, fusions, options)
+    made = dataclasses.replace(made, notes=(*made.notes, *engine.strategy_notes(options, strategy)))
     made = dataclasses.replace(made, also=_also(model, recipe, engine, skip, options), options=options)
     made = dataclasses.replace(made, speed=speed, notes=(*made.notes, *notes, *_speed_notes(rows, speed)))
     if known is not None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from acceler8 import backends
 from acceler8.backends import Backend
 from acceler8.conversion.layers import module_name
+from acceler8.conversion.replicas import of_all, replicas, shard
 from acceler8.errors import VerifyError, unknown_name
 from acceler8.formats import E4M3, E5M2
 from acceler8.functional import WeightCodes
@@ -71,7 +73,8 @@ def verify(
     input, as near as their formats are, and each norm what its own forward gives (``fused``; which did not run as one
     is said, with why). ``ignore`` names checks
     to leave out, for example ``("requires_grad",)`` after freezing layers on purpose.
-    Of a model that ``torch.compile`` compiled the second step runs eagerly.
+    Of a model that ``torch.compile`` compiled the second step runs eagerly. Of a sharded model every process calls this
+    with a ``step``, and what several of them hold must be the same in all.
     Raises: VerifyError with every violation, by parameter name; PlanError if the model is not converted.
     """
     state = state_of(model)
@@ -197,12 +200,16 @@ def _covered(known: dict[str, Any], named: dict[str, nn.Parameter]) -> str:
 
 def _fresh(layer: Fp8Linear, orientation: str, *more: Fp8Linear) -> Quantized:
     """A cast of the layer's weight as it is now; of several layers that are cast as one, of all their weights."""
+    weights = [part._acceler8_layer.codes.source(part.weight) for part in (layer, *more)]
+    return _cast_of(layer, orientation, torch.cat(weights) if more else weights[0])
+
+
+def _cast_of(layer: Fp8Linear, orientation: str, weight: Tensor) -> Quantized:
     state = layer._acceler8_layer
     operand = state.recipe.fprop.b if orientation == "rows" else state.recipe.dgrad.b
     slots = state.slots
-    weights = [part.weight.detach() for part in (layer, *more)]
     rows, cols, _ = quantize(
-        torch.cat(weights) if more else weights[0],
+        weight,
         operand.format if orientation == "rows" else None,
         operand.format if orientation == "cols" else None,
         operand.granularity,
@@ -267,7 +274,7 @@ def _step(
     *,
     check_calls: bool,
 ) -> tuple[list[str], str]:
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: shard(p).clone() for name, p in model.named_parameters() if p.requires_grad}
     had_gradient: set[str] = set()
     handles = [
         p.register_post_accumulate_grad_hook(_NoteGradient(name, had_gradient))
@@ -289,10 +296,16 @@ def _step(
             handle.remove()
     held = rates.of
     bad, moved, rounded = [], 0, 0
+    changed = {
+        name for name, p in model.named_parameters() if name in before and not torch.equal(shard(p), before[name])
+    }
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if is_sharded:  # a process may hold none of a small parameter's elements, or only those without a gradient
+        had_gradient, changed = of_all(had_gradient, changed)
     for name, p in model.named_parameters():
         if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
             continue
-        if not torch.equal(p.detach(), before[name]):
+        if name in changed:
             moved += 1
         elif id(p) in held or (optimizer is None and p.dtype is not torch.float32):
             rounded += 1  # the optimizer holds this very tensor: its step was below half an ulp of every element
@@ -317,6 +330,8 @@ def _step(
             " multiplies their weights without them, or does not use them; skip them in the plan, or pass"
             " ignore=('called',)"
         )
+    if is_sharded:
+        bad += replicas(model)
     if not moved:
         bad.append("no parameter moved: step() must run backward and an optimizer step")
     covered = f"{moved} parameters moved, {used} layers used codes of their new weight"
@@ -335,7 +350,7 @@ class _NoteGradient:
         self.name, self.seen = name, seen
 
     def __call__(self, p: Tensor) -> None:
-        if p.grad is not None and bool(p.grad.any()):
+        if p.grad is not None and bool(shard(p.grad).any()):
             self.seen.add(self.name)
 
 
@@ -368,10 +383,13 @@ def _codes_used(
             handles.append(mlp.register_forward_hook(_CompareFused(names, seen, bad), prepend=True))
     for name, layer in engine.layers(model):
         state = layer_state(layer)
-        if not state.recipe.fprop.is_fp8 or type(state.codes) is not WeightCodes:
-            continue  # no codes, or a sharding engine's, whose weight is not there to cast
+        if not state.recipe.fprop.is_fp8:
+            continue  # no codes
         watched.append(name)
         if name in in_mlps:
+            continue
+        if type(state.codes) is not WeightCodes and isinstance(layer, Fp8Linear):  # a sharding engine brings codes
+            handles.append(layer.register_forward_hook(_CompareGathered(name, seen, bad), prepend=True))
             continue
         # before the user's own hooks, which may change the output
         handles.append(layer.register_forward_hook(_CompareOutput(engine, name, seen, bad), prepend=True))
@@ -487,6 +505,26 @@ class _CompareFused:
             expected = run_as_one(mlp, args[0].detach(), records=False)
         if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
             self.bad.append(f"{mlp._acceler8_fusion.name}: its forward after the step used codes of an older weight")
+
+
+class _CompareGathered:
+    """Forward hook: the codes that arrived must be, bit for bit, those of the whole weight as it now is."""
+
+    def __init__(self, name: str, seen: set[str], bad: list[str]) -> None:
+        self.name, self.seen, self.bad = name, seen, bad
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.name in self.seen or not layer.training:
+            return
+        self.seen.add(self.name)
+        assert isinstance(layer, Fp8Linear)
+        with torch.no_grad():
+            fresh = _fresh(layer, "rows")
+            arrived = layer._acceler8_layer.codes.get("rows")
+        assert arrived is not None
+        width = arrived.codes.shape[1]  # what is filled up to a multiple of 16 does not travel
+        if not _same(arrived, fresh._replace(codes=fresh.codes[:, :width])):
+            self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")
 
 
 class _CompareOutput:

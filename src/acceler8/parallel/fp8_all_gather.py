@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from acceler8.errors import PlanError, VerifyError
@@ -93,6 +93,11 @@ class GatheredCodes(WeightCodes):
             )
         return self.sharded.full_tensor().to(self._dtype)
 
+    def source(self, weight: Tensor) -> Tensor:
+        """The whole weight as it now is, in its own dtype: a gather in high precision."""
+        whole: Tensor = self.sharded.full_tensor().detach()
+        return whole
+
 
 class _Scales(NamedTuple):
     """Of all weights, flat: the amax bits that this rank contributed, and the scales of the whole weights."""
@@ -109,7 +114,7 @@ class _ShardedWeight:
         self._owner, self._layer, self._start = owner, layer, start
         sharded: Any = layer.weight
         self._rows, self._cols = sharded.shape
-        mesh: DeviceMesh = sharded.device_mesh
+        mesh = _shard_mesh(sharded)
         self._shard_rows = -(-self._rows // mesh.size())
         self._first = min(mesh.get_local_rank() * self._shard_rows, self._rows)
         self.codes = GatheredCodes(name, sharded)
@@ -196,7 +201,7 @@ class Fp8AllGather:
     def __init__(self, layers: list[tuple[str, Fp8Linear]], recipe: Recipe, mesh: DeviceMesh) -> None:
         self.fmt, self.granularity = _weight_cast(recipe)
         self.casts = _CASTS[self.granularity]
-        self._pow2, self._group = recipe.pow2_scales, mesh.get_group()
+        self._pow2, self._group = recipe.pow2_scales, mesh.get_group()  # each copy of the model has all amaxes
         self._scales: _Scales | None = None
         self._size = 0
         self.weights: list[_ShardedWeight] = []
@@ -257,6 +262,17 @@ def _weight_cast(recipe: Recipe) -> tuple[Format, Granularity]:
     return fmt, fprop.granularity
 
 
+def _shard_mesh(sharded: DTensor) -> DeviceMesh:
+    """The processes that hold the shards of one copy: of a mesh of several copies the last dimension."""
+    mesh = sharded.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[_names(mesh)[-1]]
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None  # FSDP2 asks for them
+    return mesh.mesh_dim_names
+
+
 def _amax_bits(x: Tensor, dim: int | None) -> Tensor:
     """Bits of the amaxes as a flat int32 vector."""
     return compute_amax(x, dim).reshape(-1).view(torch.int32)
@@ -270,16 +286,17 @@ def _spread(scale: Tensor, dim: int | None) -> Tensor:
 def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
     """Let FSDP2 gather the weights of a converted, sharded model as FP8 codes, from the first forward on.
 
-    ``model`` is the root that ``fully_shard`` was called on, weights sharded along dim 0 over one 1-D mesh of two or
-    more ranks, any number of rows. Call it once, on every rank, before the first forward; parameters and optimizer
-    stay as they are. Layers that FSDP2 does not manage cast their own weights as before.
+    ``model`` is the root that ``fully_shard`` was called on, weights sharded along dim 0 over two or more ranks (of a
+    mesh of several copies, its last dimension), any number of rows. Call it once, on every rank, before the first
+    forward; parameters and optimizer stay as they are. Layers that FSDP2 does not manage cast their own weights as
+    before.
     Raises: PlanError if the model is not converted or not so sharded, or its recipe's weights cannot travel as codes.
     """
     state = state_of(model)
     layers = [(name, layer) for name, layer in fp8_layers(model) if isinstance(layer.weight, DTensor)]
     _check(model, layers)
     first: Any = layers[0][1]
-    gather = Fp8AllGather(layers, _one_recipe(layers), first.weight.device_mesh)
+    gather = Fp8AllGather(layers, _one_recipe(layers), _shard_mesh(first.weight))
     for (_, layer), weight in zip(layers, gather.weights, strict=True):
         own = layer._acceler8_layer
         state.codes[:] = [weight.codes if codes is own.codes else codes for codes in state.codes]
@@ -326,10 +343,11 @@ def _check(model: nn.Module, layers: list[tuple[str, Fp8Linear]]) -> None:
         weight = cast(DTensor, layer.weight)
         # of an offloaded weight FSDP2 asks a copy on the device, which lacks the attributes
         is_offloaded = weight.device.type != mesh.device_type
-        if weight.device_mesh != mesh or weight.placements != (Shard(0),) or mesh.size() < 2 or is_offloaded:
+        is_placed = weight.placements in ((Shard(0),), (Replicate(), Shard(0)))
+        if weight.device_mesh != mesh or not is_placed or _shard_mesh(weight).size() < 2 or is_offloaded:
             raise PlanError(
                 f"{name}.weight is on {weight.device.type}, {weight.placements} of {weight.device_mesh}; allowed for"
-                " FP8 all-gather: (Shard(0),) of one 1-D mesh of two or more ranks for all weights, not offloaded;"
+                " FP8 all-gather: shards along dim 0 over two or more ranks of one mesh for all weights, not offloaded;"
                 " leave the all-gather in high precision"
             )
 

@@ -35,8 +35,9 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from acceler8.backends.torchao.backend import gathers_in_fp8
 from acceler8.errors import ConfigError
-from acceler8.nn import find_states
+from acceler8.nn import ModelState, find_states
 from acceler8.parallel import fsdp2_gradients as gradients
 from acceler8.parallel import fsdp2_whole as whole
 from acceler8.parallel.activation_checkpoint import checkpoint_blocks
@@ -157,12 +158,14 @@ class ShardedProcesses(Strategy):
         whole.check_same_on_all(model)
         self._raise_to_fp32(model)
         ignored = self._ignored_parameters(model)
-        units = find_units(model, self.options.policy, ignored)
         held = None
         if self.options.loads_in_first:
-            held = make_empty(model, {id(p) for p in ignored}, self.process_index == 0)
+            held = make_empty(model, self.process_index == 0)
+            ignored = self._ignored_parameters(model)
         else:
             take_from_first(model)
+        ahead = [self._wrap_weights(state, model, ignored) for state in find_states(model)]
+        units = find_units(model, self.options.policy, ignored)
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": self._precision(),
@@ -179,7 +182,20 @@ class ShardedProcesses(Strategy):
         for state in find_states(model):
             if self.options.gathers_fp8 and state.backend == "native":
                 gather_in_fp8(model)
+        for make_scales in filter(None, ahead):
+            model.register_forward_pre_hook(make_scales, prepend=True)  # ahead of FSDP2's own, which gathers
         _log.debug("%s: %d units beside the root", type(model).__name__, len(units))
+
+    def _wrap_weights(
+        self, state: ModelState, model: nn.Module, ignored: set[nn.Parameter]
+    ) -> Callable[..., None] | None:
+        """Prepare torchao's all-gather, if its options ask for it; returns what runs ahead of each forward."""
+        if state.backend != "torchao" or not gathers_in_fp8(state.plan.options):
+            return None
+        from acceler8.backends.torchao import all_gather  # imports torchao
+
+        all_gather.wrap_weights(model, self.mesh.size(-1), ignored)
+        return all_gather.make_scales
 
     def _raise_to_fp32(self, model: nn.Module) -> None:
         """Master weights of a model that computes in 16 bit. FSDP2 wants one dtype for what is trained in a unit."""

@@ -52,17 +52,12 @@ def take_from_first(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def make_empty(model: nn.Module, keeps: set[int], is_first: bool) -> list[Tensor | None]:
-    """Put Parameters on the meta device in the place of all but ``keeps`` (ids).
-
-    Returns process 0's values of each, in order; None in the others.
-    """
+def make_empty(model: nn.Module, is_first: bool) -> list[Tensor | None]:
+    """Put Parameters on the meta device in the place of all; returns process 0's values, in order, None elsewhere."""
     held = []
     for p, places in places_of(model):
         held.append(p.detach() if is_first else None)
-        if id(p) not in keeps:
-            empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            put(places, empty)
+        put(places, nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
     return held
 
 
@@ -71,7 +66,7 @@ def fill_from_first(model: nn.Module, held: list[Tensor | None], device: torch.d
     """Put Parameters with process 0's values in the place of empty ones, and its buffers; shards where sharded."""
     for values, (p, places) in zip(held, places_of(model), strict=True):
         full = from_first(values, p.shape, p.dtype, device)
-        made = shard_of(full, p) if isinstance(p, DTensor) else full
+        made = _with_subclass(shard_of(full, p), p) if isinstance(p, DTensor) else full
         put(places, nn.Parameter(made, requires_grad=p.requires_grad))
     for module in model.modules():
         for key, buffer in module._buffers.items():
@@ -82,6 +77,18 @@ def fill_from_first(model: nn.Module, held: list[Tensor | None], device: torch.d
             state.amax.to(device)
         state.drop_codes()
     model._apply(lambda t: t)  # FSDP2 takes over the Parameters that it finds
+
+
+def _with_subclass(made: DTensor, like: DTensor) -> DTensor:
+    """What torchao puts around a weight is around its shards too."""
+    if type(like._local_tensor) is Tensor:
+        return made
+    from acceler8.backends.torchao.all_gather import wrapped_as  # imports torchao
+
+    local = wrapped_as(made._local_tensor, like._local_tensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 __all__ = ["fill_from_first", "make_empty", "places_of", "put", "take_from_first"]

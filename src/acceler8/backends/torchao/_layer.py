@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from acceler8.backends.torchao.library import library
 from acceler8.nn import LayerState
@@ -34,7 +35,7 @@ class TorchaoLinear(Float8Linear):  # type: ignore[misc]
         if self.training and not torch.compiler.is_compiling():
             state.count_unmarked_call()
         if not state.is_fp8(self.training) or not input.numel():
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, _in_high_precision(self.weight), self.bias)
         return self.in_fp8(input)
 
     def in_fp8(self, input: Tensor) -> Tensor:
@@ -48,6 +49,14 @@ class TorchaoLinear(Float8Linear):  # type: ignore[misc]
     def extra_repr(self) -> str:
         """The plain layer's description and the recipe."""
         return f"{nn.Linear.extra_repr(self)}, fp8=torchao {self._acceler8_layer.recipe.name}"
+
+
+def _in_high_precision(weight: Tensor) -> Tensor:
+    """The values of a weight that FSDP2 gathered as FP8 codes; any other weight itself."""
+    if not isinstance(weight, Float8TrainingTensor):
+        return weight
+    values: Tensor = weight.to_original_precision()
+    return values
 
 
 def attributes_of(config: Any) -> dict[str, Any]:

@@ -44,9 +44,9 @@ class TorchaoBackend(Backend):
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Tensorwise and rowwise, from Ada on, and on the CPU."""
-        return (
-            Capability(recipe="tensorwise", compute=(8, 9), on_cpu=True),
-            Capability(recipe="rowwise", compute=(8, 9), on_cpu=True),
+        return tuple(
+            Capability(recipe=name, compute=(8, 9), on_cpu=True, strategies=("single", "ddp", "fsdp2"))
+            for name in ("tensorwise", "rowwise")
         )
 
     def lacks(self, recipe: Recipe, device: torch.device, strategy: str = "single") -> str | None:
@@ -84,9 +84,13 @@ class TorchaoBackend(Backend):
             notes.append("scales are rounded down to powers of two, as in torchao's recipe rowwise")
         if kind_of(recipe) == "rowwise" and recipe.dgrad.is_fp8 and not recipe.wgrad.is_fp8:
             notes.append("dgrad reads the weight with one scale, as in torchao's recipe rowwise_with_gw_hp")
-        if own.all_gather or (own.config is not None and own.config.enable_fsdp_float8_all_gather):
-            notes.append("enable_fsdp_float8_all_gather does nothing here: the model is not sharded by FSDP2")
         return notes
+
+    def strategy_notes(self, options: BackendOptions | None, strategy: str) -> list[str]:
+        """That an all-gather was asked for where nothing is gathered."""
+        if strategy == "fsdp2" or not gathers_in_fp8(options):
+            return []
+        return ["enable_fsdp_float8_all_gather does nothing here: the model is not sharded by FSDP2"]
 
     def kept_input_bytes(self, recipe: Recipe, dtype: torch.dtype) -> float:
         """Those of the input: torchao casts it again in backward."""
@@ -96,7 +100,7 @@ class TorchaoBackend(Backend):
         """Also weights that FSDP2 has sharded, and attributes that torchao has too."""
         weight = module._parameters.get("weight")
         if type(weight).__name__ == "DTensor":
-            return "its weight is sharded by FSDP2, which this version does not do with torchao; use backend native"
+            return "its weight is sharded by FSDP2 already; convert the model first, as Accelerator does"
         if (reason := super().refuses(module, recipe)) is not None or library.unavailable() is not None:
             return reason  # a plan of a machine that has torchao; there the layer is asked again
         from acceler8.backends.torchao import _layer
@@ -149,8 +153,14 @@ class TorchaoBackend(Backend):
         return out
 
 
+def gathers_in_fp8(options: BackendOptions | None) -> bool:
+    """True if FSDP2 is to gather weights in FP8."""
+    own = _options(options)
+    return own.all_gather if own.config is None else bool(own.config.enable_fsdp_float8_all_gather)
+
+
 def _options(options: BackendOptions | None) -> TorchaoOptions:
     return options if isinstance(options, TorchaoOptions) else TorchaoOptions()
 
 
-__all__ = ["SLOW_IN_EAGER", "TorchaoBackend"]
+__all__ = ["SLOW_IN_EAGER", "TorchaoBackend", "gathers_in_fp8"]
