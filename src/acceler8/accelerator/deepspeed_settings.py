@@ -111,6 +111,7 @@ def _with_steps(config: dict[str, Any], effective: Effective) -> dict[str, Any]:
             f"{effective.source(path).where}: gradient_accumulation_steps {asked}, and DeepSpeed's configuration says"
             f' {said}; allowed: one of the two; or "auto" in the latter'
         )
+    config.setdefault(CLIPPING, AUTO)  # DeepSpeed's own default is to clip to 1.0, which no script asked for
     if MICRO_BATCH not in config and "train_batch_size" not in config:
         config[MICRO_BATCH] = AUTO
     return config
