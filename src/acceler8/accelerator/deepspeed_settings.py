@@ -13,7 +13,7 @@ from acceler8.config.plugins import DeepSpeedPlugin
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
 from acceler8.parallel import DeepSpeedProcesses
-from acceler8.parallel.deepspeed_config import AUTO, CLIPPING, MICRO_BATCH, STEPS, ZERO, is_on, read_config, value_at
+from acceler8.parallel.deepspeed_config import AUTO, CLIPPING, MICRO_BATCH, STEPS, ZERO, is_on, read_config, value_at, without_autos
 
 _SECTION = "deepspeed_config."
 _FILE = _SECTION + "deepspeed_config_file"
@@ -32,7 +32,7 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
     _set_precision(config, precision, where, str(effective.source("mixed_precision")))
     _allow_any_optimizer(config)
     set_if_missing("LOCAL_RANK", str(processes.local_process_index))  # which DeepSpeed reads in every step
-    return DeepSpeedProcesses(
+    strategy = DeepSpeedProcesses(
         processes.device,
         processes.process_index,
         processes.num_processes,
@@ -40,6 +40,21 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
         where=where,
         leaf_classes=effective[_SECTION + "deepspeed_moe_layer_cls_names"] or (),
     )
+    if strategy.stage == 3 and effective[_SECTION + "zero3_init_flag"] is not False:
+        strategy.kept.append(_tell_transformers(config))
+    return strategy
+
+
+def _tell_transformers(config: dict[str, Any]) -> Any:
+    """Have ``from_pretrained`` build models in parts, for as long as what this gives lives; None without transformers.
+
+    transformers keeps a weak reference, so it ends with the Accelerator.
+    """
+    try:
+        from transformers.integrations import HfDeepSpeedConfig
+    except ImportError:
+        return None
+    return HfDeepSpeedConfig(without_autos(config))
 
 
 def _join_alone(processes: Processes) -> None:

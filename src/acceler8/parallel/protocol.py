@@ -46,6 +46,10 @@ class Strategy:
         """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
         model.to(self.device)
 
+    def shown_whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, Parameters have their whole shapes, if not their values: for planning and converting a model."""
+        return nullcontext()
+
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Put around a converted model what keeps replicas or shards in step; returns what the script then calls.
 
