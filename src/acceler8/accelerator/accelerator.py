@@ -12,7 +12,8 @@
 
 The interface is Hugging Face Accelerate's, so a script changes one import. What the script leaves open comes from the
 environment (as a launcher writes it) and from a YAML file; code wins, and ``fp8_report`` says who decided each value.
-The state is this object's own: no process-wide singleton, no environment variable is written.
+The state is this object's own: no process-wide singleton, no environment variable is written (but LOCAL_RANK under
+DeepSpeed, where no launcher set it).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from acceler8.accelerator.backend_settings import filter_of, options_of
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
 from acceler8.accelerator.compile import compile_model, is_compiled
+from acceler8.accelerator.deepspeed_settings import precision_of_file, steps_of_file
 from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
@@ -206,7 +208,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             dynamo_plugin=dynamo_plugin,
         )
         self.effective = gather(code, config_file)
-        self.mixed_precision = self.effective["mixed_precision"] or "no"
+        of_file = precision_of_file(self.effective, deepspeed_plugin)
+        self.mixed_precision = self.effective["mixed_precision"] or of_file or "no"
         self._check_recipe_is_for_fp8(recipe)
         for note in (*self.effective.notes, *configuration.check(self.effective)):
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
@@ -218,7 +221,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.recipe = self._recipe()
         self.skip = self.effective["fp8_config.skip"]
         self.gradients = make_gradient_state(
-            gradient_accumulation_plugin, self.effective["deepspeed_config.gradient_accumulation_steps"] or 1
+            gradient_accumulation_plugin,
+            self.effective["deepspeed_config.gradient_accumulation_steps"]
+            or steps_of_file(self.effective, deepspeed_plugin)
+            or 1,
         )
         self.clock = StepClock()
         self.processes = join_processes(current_environment(), device, self.effective.uses_cpu, self.init_handler)
@@ -302,6 +308,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         places = self._check_placements(objects, device_placement)
         given = [obj.optimizer if isinstance(obj, AcceleratedOptimizer) else obj for obj in objects]
         optimizers = [obj for obj in given if isinstance(obj, Optimizer)]
+        self.strategy.expect(given)
         wrapped = {}
         for obj in objects:  # models first: the others may depend on what becomes of their Parameters
             if isinstance(obj, nn.Module):
@@ -337,12 +344,15 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 self.clock.lead(state.clock)
         if not states and self.recipe is not None:
             schedule = {key: self.effective["fp8_config." + key] for key in ("fp8_steps", "fp8_last_layers")}
-            made = plan(model, **self._recipe_options(), backend=self.backend, **schedule, **self._speed_options(model))
+            with self.strategy.shown_whole(model):
+                options = {**self._recipe_options(), **schedule, **self._speed_options(model)}
+                made = plan(model, backend=self.backend, **options)
             for warning in (*made.warnings, *self._slow_in_eager(model)):
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
                 _log.info("%s: %s", made.model, note)
-            convert(model, made, clock=self.clock)
+            with self.strategy.shown_whole(model):
+                convert(model, made, clock=self.clock)
         elif states and self.recipe is not None:
             _log.warning(
                 "%s was converted before prepare and keeps its own recipe (%s), not the Accelerator's",
@@ -352,6 +362,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self._wrap_forward(model)
         self.strategy.checkpoint_activations(model)
         compile_model(model, self.effective, self.dynamo_plugin)
+        self.strategy.num_steps = self.gradients.num_steps
         known_optimizers = [known.given for known in self._optimizers]
         model = self.strategy.wrap(given, [*known_optimizers, *(o for o in optimizers if o not in known_optimizers)])
         self._models.append(model)

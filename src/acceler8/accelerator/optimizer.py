@@ -69,7 +69,7 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if self.scaler is None:
             out = self.optimizer.step(closure)
-            self.step_was_skipped = False
+            self.step_was_skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
         elif closure is not None:
             raise ConfigError(
                 "optimizer.step got a closure under fp16, whose loss scaler cannot call it; use bf16 or fp8"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from acceler8.accelerator.deepspeed_settings import make_deepspeed
 from acceler8.accelerator.fsdp_settings import sharding_options, strategy_word
 from acceler8.accelerator.processes import Processes
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
@@ -22,6 +23,8 @@ def make_strategy(
     deepspeed: DeepSpeedPlugin | None,
 ) -> Strategy:
     """Which way the models of these processes are spread."""
+    if effective["distributed_type"] == "DEEPSPEED":
+        return make_deepspeed(effective, processes, deepspeed)
     is_fsdp = effective["distributed_type"] == "FSDP"
     if processes.num_processes == 1:
         if is_fsdp:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acceler8.backends.capability import Capability, device_said
+from acceler8.backends.capability import STRATEGIES, Capability, device_said
 from acceler8.backends.fusion import Fusion
 from acceler8.backends.options import BackendOptions
 from acceler8.backends.protocol import Backend, Conversion
@@ -52,7 +52,7 @@ class NativeBackend(Backend):
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Everything everywhere: what a device does not multiply is emulated."""
-        return tuple(Capability(recipe=name, strategies=("single", "ddp", "fsdp2")) for name in recipe_names())
+        return tuple(Capability(recipe=name, strategies=STRATEGIES) for name in recipe_names())
 
     def notes(self, recipe: Recipe, device: torch.device, options: BackendOptions | None = None) -> list[str]:
         """Says when products are emulated, or casts are slow."""

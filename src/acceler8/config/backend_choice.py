@@ -80,11 +80,6 @@ def choose_backend(effective: Effective) -> FP8BackendType:
 
 def cannot_run(effective: Effective) -> Iterator[str]:
     """What is configured rightly and this version cannot train with yet, each with its place and what to do."""
-    if (engine := effective["distributed_type"]) == "DEEPSPEED":
-        yield (
-            f"{effective.source('distributed_type')}: distributed_type {engine} is not in this version yet; allowed:"
-            " one process, or several that each hold the model (MULTI_GPU, MULTI_CPU) or a shard (FSDP); leave it out"
-        )
     if effective["mixed_precision"] == "fp8":
         yield from _cannot_run_fp8(effective)
 

@@ -30,6 +30,11 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
+def set_if_missing(name: str, value: str) -> None:
+    """Set a variable of this process that nobody set: for a library that reads its value there and nowhere else."""
+    os.environ.setdefault(name, value)
+
+
 def read_environment(environ: Mapping[str, str]) -> RouteValues:
     """The settings that variables give. Raises ConfigError naming the variable."""
     route = RouteValues()

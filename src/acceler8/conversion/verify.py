@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from acceler8 import backends
 from acceler8.backends import Backend
 from acceler8.conversion.layers import module_name
 from acceler8.conversion.replicas import of_all, replicas, shard
+from acceler8.conversion.weights import Weights
 from acceler8.errors import VerifyError, unknown_name
 from acceler8.formats import E4M3, E5M2
 from acceler8.functional import WeightCodes
@@ -274,12 +276,13 @@ def _step(
     *,
     check_calls: bool,
 ) -> tuple[list[str], str]:
-    before = {name: shard(p).clone() for name, p in model.named_parameters() if p.requires_grad}
+    weights = Weights(model, optimizer)
     had_gradient: set[str] = set()
     handles = [
-        p.register_post_accumulate_grad_hook(_NoteGradient(name, had_gradient))
+        handle
         for name, p in model.named_parameters()
         if p.requires_grad
+        for handle in _note_gradients(name, p, had_gradient)
     ]
     rates = _Rates(optimizer)
     clock = state_of(model).clock
@@ -295,25 +298,24 @@ def _step(
         for handle in handles:
             handle.remove()
     held = rates.of
-    bad, moved, rounded = [], 0, 0
-    changed = {
-        name for name, p in model.named_parameters() if name in before and not torch.equal(shard(p), before[name])
-    }
+    changed = weights.changed()
+    bad, moved, rounded = weights.stale(), 0, 0
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if is_sharded:  # a process may hold none of a small parameter's elements, or only those without a gradient
+    if is_sharded:
+        # a process may hold none of a small parameter's elements, or only those without a gradient
         had_gradient, changed = of_all(had_gradient, changed)
     for name, p in model.named_parameters():
         if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
             continue
         if name in changed:
             moved += 1
-        elif id(p) in held or (optimizer is None and p.dtype is not torch.float32):
+        elif weights.rounds and (id(p) in held or (optimizer is None and p.dtype is not torch.float32)):
             rounded += 1  # the optimizer holds this very tensor: its step was below half an ulp of every element
         else:
             bad.append(
                 f"{name} had a gradient and a learning rate but did not move: the optimizer holds another tensor"
             )
-    del before
+    del weights
     state = state_of(model)
     if clock.ticks == ticks and (keeps_history(model) or state.schedules):
         what = f"{state.plan.schedule_said} stands still" if state.schedules else "delayed scaling keeps no history"
@@ -350,8 +352,19 @@ class _NoteGradient:
         self.name, self.seen = name, seen
 
     def __call__(self, p: Tensor) -> None:
-        if p.grad is not None and bool(shard(p.grad).any()):
+        if p.grad is not None:
+            self.of_backward(shard(p.grad))
+
+    def of_backward(self, grad: Tensor) -> None:
+        """The same, of the gradient as backward gives it."""
+        if bool(grad.any()):
             self.seen.add(self.name)
+
+
+def _note_gradients(name: str, p: nn.Parameter, seen: set[str]) -> list[RemovableHandle]:
+    """Hooks for engines of either kind: those that set ``grad`` of a shard, and those that take it away at once."""
+    note = _NoteGradient(name, seen)
+    return [p.register_hook(note.of_backward), p.register_post_accumulate_grad_hook(note)]
 
 
 class _Rates:

@@ -99,16 +99,30 @@ def what_changed(module: nn.Module, was: dict[str, Any]) -> str | None:
     return None
 
 
-def is_to_be_called(module: nn.Module) -> str | None:
-    """Why the result is not that of the module's class alone; None if it is."""
+def _only_gathers(hooks: Mapping[int, Any]) -> bool:
+    """True for hooks of DeepSpeed's ZeRO-3, which have weights there while a module runs and do nothing else."""
+    return all(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks.values())
+
+
+def is_to_be_called(module: nn.Module, *, gathers: bool = False) -> str | None:
+    """Why the result is not that of the module's class alone; None if it is.
+
+    gathers: who asks reads the weights inside the forward of a module around it, where DeepSpeed's ZeRO-3 gathers
+        whatever is read, so its hooks on ``module`` are no matter.
+    """
     attributes = module.__dict__
     if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
         return "has a hook, as all modules"
-    if any(attributes[hooks] for hooks in _HOOKS):
+    if any(attributes[hooks] and not (gathers and _only_gathers(attributes[hooks])) for hooks in _HOOKS):
         return "has a hook"
     # compilers guard what an attribute is, and not that a dictionary lacks a key
     if "forward" in attributes or not isinstance(module.forward, MethodType):
         return "has a forward of its own"
     return next(
-        (why for child in module._modules.values() if child is not None and (why := is_to_be_called(child))), None
+        (
+            why
+            for child in module._modules.values()
+            if child is not None and (why := is_to_be_called(child, gathers=gathers))
+        ),
+        None,
     )

@@ -91,7 +91,7 @@ def _why_not(model: FusedHeadLoss) -> str | None:
     head = model._modules.get(name)
     if not isinstance(head, nn.Linear) or plain_type(head) is not nn.Linear:
         return f"{name} is a {type(head).__name__}, not nn.Linear itself"
-    if why := is_to_be_called(head):
+    if why := is_to_be_called(head, gathers=True):
         return f"{name} {why}"
     if any(type(p) is not nn.Parameter for p in head._parameters.values() if p is not None):
         return f"{name} has a parameter that is no plain Parameter"

@@ -93,7 +93,7 @@ class FusedMLP(nn.Module):
             if changed := what_changed(part, was):
                 return None, f"{name}.{changed} is not what it was at conversion"
         for name, child in children.items():
-            if child is not None and (why := is_to_be_called(child)):
+            if child is not None and (why := is_to_be_called(child, gathers=True)):
                 return None, f"{name} {why}"
         parts = cast("tuple[Fp8Linear, ...]", layers)
         states = [layer._acceler8_layer for layer in parts]

@@ -28,9 +28,11 @@ class Strategy:
     scales_loss = False
     """True if the engine has its own loss scaler, under FP16."""
     is_sharded = False
-    """True if no process holds the whole model; ``model_state`` then gathers it."""
+    """True if no process holds all of the model and its optimizer; ``model_state`` gathers it then."""
     has_dtensors = False
     """True if shards are DTensors, of optimizer state too: checkpoints read and write them shard by shard."""
+    is_engine = False
+    """True if weights and optimizer state are in an engine's own buffers, and go in and out whole through this."""
     saves_whole = False
     """True if checkpoints shall hold whole tensors though there are DTensors, gathered on process 0."""
     keeps_gradients = False
@@ -39,13 +41,22 @@ class Strategy:
     """Whether FP8 codes of whole weights may stay in memory between the micro-batches of a step."""
     compute_dtype: torch.dtype | None = None
     """What 16-bit work runs in; None: full precision. Set before a model is wrapped."""
+    num_steps = 1
+    """Micro-batches of a step; the Accelerator tells it before it wraps a model."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def expect(self, objects: Sequence[Any]) -> None:
+        """Told of all objects of a call of ``prepare`` before any is prepared; may refuse them."""
+
     def place(self, model: nn.Module) -> None:
         """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
         model.to(self.device)
+
+    def shown_whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, Parameters have their whole shapes, if not their values: for planning and converting a model."""
+        return nullcontext()
 
     def checkpoint_activations(self, model: nn.Module) -> None:
         """Let blocks of a converted model recompute their activations in backward, if that is asked of the strategy.

@@ -44,9 +44,10 @@ class TorchaoBackend(Backend):
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Tensorwise and rowwise, from Ada on, and on the CPU."""
+        ways = ("single", "ddp", "fsdp2", "deepspeed")
         return tuple(
-            Capability(recipe=name, compute=(8, 9), on_cpu=True, strategies=("single", "ddp", "fsdp2"))
-            for name in ("tensorwise", "rowwise")
+            Capability(recipe=recipe, compute=(8, 9), on_cpu=True, strategies=ways)
+            for recipe in ("tensorwise", "rowwise")
         )
 
     def lacks(self, recipe: Recipe, device: torch.device, strategy: str = "single") -> str | None:
