@@ -233,6 +233,7 @@ def test_another_accumulation_starts_the_step_anew(tmp_path):
     report = second.load(tmp_path / "c")
     assert report.reset == (
         "gradient accumulation: was 2 micro-batches a step, now 3; the unfinished step starts anew",
+        "loader 0: 1 batches of the unfinished step come again; it goes on behind the 8 samples that were used",
     )
     assert second.everything()["gradients"] == {}
     assert second.accelerator.gradients.micro_batch == 0
@@ -847,11 +848,9 @@ def test_a_seed_and_the_epoch_decide_the_order_of_every_kind_of_loader(tmp_path)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"batch_size": 2}, "total_batch_size was 4, now 2"),
         ({"dataset": range(30)}, "samples was 23, now 30"),
         ({"shuffle": False}, "now torch.utils.data.sampler.SequentialSampler"),
         ({"kind": StatefulDataLoader}, "now torchdata.stateful_dataloader.sampler.RandomSampler"),
-        ({"num_workers": 1}, "num_workers was 0, now 1"),
     ],
 )
 def test_another_loader_starts_the_epoch_from_its_beginning(tmp_path, caplog, change, says):
@@ -882,6 +881,34 @@ def test_another_loader_starts_the_epoch_from_its_beginning(tmp_path, caplog, ch
     accelerator, loader = start()
     loader.load_state_dict(state)
     assert sum(map(len, loader)) == 23 - 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"batch_size": 3}, "batch_size was 4, now 3"), ({"num_workers": 1}, "num_workers was 0, now 1")],
+)
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StatefulDataLoader])
+def test_other_batches_of_the_same_samples_go_on_behind_those_that_were_used(tmp_path, kind, change, says):
+    def start(**options):
+        torch.manual_seed(len(options))
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(kind(range(23), **{"batch_size": 4, "shuffle": True} | options))
+
+    accelerator, loader = start()
+    list(loader)
+    batches = iter(loader)
+    used = torch.cat([next(batches) for _ in range(2)]).tolist()
+    accelerator.save_state(tmp_path / "c")
+    rest = torch.cat(list(batches)).tolist()
+    accelerator, loader = start(**change)
+    (reset,) = accelerator.load_state(tmp_path / "c").reset
+    assert says in reset
+    assert reset.endswith("it goes on behind the 8 samples that were used")
+    again = list(loader)
+    assert torch.cat(again).tolist() == rest
+    assert [len(batch) for batch in again][:-1] == [change.get("batch_size", 4)] * (len(again) - 1)
+    assert sorted(used + rest) == list(range(23))
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(23))  # the next epoch is whole
 
 
 def test_loaders_in_another_order_start_from_their_beginning(tmp_path):

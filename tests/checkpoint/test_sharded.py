@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from acceler8.checkpoint import load
+from acceler8.checkpoint import consolidate, load
 from acceler8.checkpoint.sharded import Chunk, Stored, read_shards, write_index, write_shard
 from acceler8.errors import CheckpointError
 from tests.checkpoint.sharded_training import RESUMED, SAVED, folder_of
@@ -110,6 +110,13 @@ def test_pytorch_reads_the_folder_with_its_own_reader(outcome):
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert_same(state.pop("state.up.weight.exp_avg"), want["optimizer"]["up.weight"]["exp_avg"])
     assert_same(state, {name: want["model"][name] for name in state})
+
+
+def test_shards_become_one_plain_file_with_the_tie_once(outcome, tmp_path):
+    folder, facts = outcome
+    (path,) = consolidate(folder_of(folder, "shards", 4, "fp8"), tmp_path)
+    want = facts["saved"]["shards", 4, "fp8"][0]["state"]["model"]
+    assert_same(in_order(load_file(path)), in_order({name: want[name] for name in want if name != "head.weight"}))
 
 
 def test_gradients_that_an_engine_keeps_start_anew_and_that_is_said(outcome):

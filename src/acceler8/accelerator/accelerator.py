@@ -364,12 +364,15 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 self.clock.lead(state.clock)
         if not states and self.recipe is not None:
             schedule = {key: self.effective["fp8_config." + key] for key in ("fp8_steps", "fp8_last_layers")}
-            made = plan(model, **self._recipe_options(), backend=self.backend, **schedule, **self._speed_options(model))
+            with self.strategy.shown_whole(model):
+                options = {**self._recipe_options(), **schedule, **self._speed_options(model)}
+                made = plan(model, backend=self.backend, **options)
             for warning in (*made.warnings, *self._slow_in_eager(model)):
                 warnings.warn(warning, stacklevel=3)
             for note in made.notes:
                 _log.info("%s: %s", made.model, note)
-            convert(model, made, clock=self.clock)
+            with self.strategy.shown_whole(model):
+                convert(model, made, clock=self.clock)
         elif states and self.recipe is not None:
             _log.warning(
                 "%s was converted before prepare and keeps its own recipe (%s), not the Accelerator's",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
+from acceler8.accelerator.place import own_order
 from acceler8.errors import ConfigError
 
 
@@ -43,8 +44,10 @@ class SeedableSampler(RandomSampler):
 class ShardedBatches(Sampler[list[int]]):
     """The batches of one process out of those of ``batch_sampler``; those of one process are all of them.
 
-    skip: batches of this process to leave out at the beginning.
-    resume_from: the ``start`` of an epoch that was interrupted; the next one has its order.
+    skip: batches of this process to leave out at the beginning. used_samples, used_batches: of all processes, to leave
+    out before the rest is divided, in the next epoch only.
+    resume_from: the ``start`` of an epoch that was interrupted; the next one has its order. resumes_own: whether that
+    is the state of the sampler's own generator, or of the global one.
     Raises: ConfigError if ``split_batches`` meets a batch size that the processes do not divide.
     """
 
@@ -62,8 +65,10 @@ class ShardedBatches(Sampler[list[int]]):
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         self.skip = 0
+        self.used_samples = self.used_batches = 0
         self.start: Tensor | None = None
         self.resume_from: Tensor | None = None
+        self.resumes_own: bool | None = None
         if split_batches:
             check_split(self.batch_size, count)
 
@@ -109,24 +114,55 @@ class ShardedBatches(Sampler[list[int]]):
     def _begin(self) -> Iterator[list[int]]:
         """All batches, in the order of ``resume_from`` if that is given; runs from the first one asked for."""
         resume, self.resume_from = self.resume_from, None
-        generator = self.generator
+        generator, is_own = self.generator, self.resumes_own
         if generator is not None:
             if resume is not None:
-                generator.set_state(resume)
+                generator.set_state(own_order(resume, self.sampler) if is_own is False else resume)
             self.start = generator.get_state()
-            yield from self.batch_sampler
+            yield from self._left()
+            return
+        if resume is not None and is_own and hasattr(self.sampler, "generator"):
+            yield from self._borrowed(resume)
             return
         now = torch.get_rng_state()  # a sampler without its own generator draws from the global one when it starts
         self.start = now if resume is None else resume
         if resume is not None:
             torch.set_rng_state(resume)
-        batches = iter(self.batch_sampler)
+        batches = self._left()
         first = next(batches, None)
         if resume is not None:
             torch.set_rng_state(now)
         if first is not None:
             yield first
             yield from batches
+
+    def _borrowed(self, order: Tensor) -> Iterator[list[int]]:
+        """In the order that a generator of its own gave the sampler, which has none now."""
+        self.start = order
+        self.sampler.generator = torch.Generator()
+        self.sampler.generator.set_state(order)
+        try:
+            batches = self._left()
+            first = next(batches, None)
+        finally:
+            self.sampler.generator = None
+        if first is not None:
+            yield first
+            yield from batches
+
+    def _left(self) -> Iterator[list[int]]:
+        """The batches of all processes behind those that were used."""
+        samples, self.used_samples = self.used_samples, 0
+        batches, self.used_batches = self.used_batches, 0
+        if not samples:
+            yield from islice(iter(self.batch_sampler), batches, None)
+            return
+        size = self.batch_size
+        assert size is not None  # samples are counted only where batches are cuts of them
+        indices = islice(iter(self.sampler), samples, None)
+        while batch := list(islice(indices, size)):
+            if len(batch) == size or not self.drop_last:
+                yield batch
 
     def _turns(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """Whole batches in turn."""
@@ -193,6 +229,7 @@ class ShardedStream(IterableDataset[Any]):
     """The samples of one process out of an iterable dataset that every process reads from the beginning.
 
     batch_size: of the DataLoader, as the script gave it. A tail is filled from the first round, or dropped.
+    used_samples: of all processes, to leave out.
     """
 
     def __init__(
@@ -209,7 +246,7 @@ class ShardedStream(IterableDataset[Any]):
         self.dataset, self.drop_last = dataset, drop_last
         self.num_processes, self.process_index, self.split_batches = count, index, split_batches
         self.part = batch_size // count if split_batches else batch_size
-        self.epoch = 0
+        self.epoch = self.used_samples = 0
 
     @property
     def total_batch_size(self) -> int:
@@ -233,7 +270,7 @@ class ShardedStream(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        samples, beginning = iter(self.dataset), list[Any]()
+        samples, beginning = islice(iter(self.dataset), self.used_samples, None), list[Any]()
         mine = slice(self.part * self.process_index, self.part * (self.process_index + 1))
         while round_ := list(islice(samples, self.total_batch_size)):
             beginning = beginning or round_

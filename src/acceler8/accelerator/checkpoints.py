@@ -217,7 +217,7 @@ class Checkpoints:
         Of a sharded model it is gathered: every process calls this, process 0 gets it, whole and on the CPU, the others
         an empty one.
         """
-        if self.strategy.is_sharded:
+        if self.strategy.is_sharded or self.strategy.is_engine:
             return share_ties(plain_model(model), self.strategy.model_state(model))
         state: dict[str, Any] = (plain_model(model) if unwrap else model).state_dict()
         return state
@@ -336,7 +336,7 @@ class Checkpoints:
         group.run(lambda: checkpoint.verify_shards(group.index, group.count))
         checkpoint.trust_shards()
         engine = None
-        if self.strategy.is_sharded and not self.strategy.has_dtensors:
+        if self.strategy.is_engine:
             engine = Engine(
                 models=[self.strategy.model_state(model) for model in self._models],
                 load_model=self._load_into_engine,
@@ -360,7 +360,8 @@ class Checkpoints:
 
     def _training(self, *, with_optimizer_states: bool = False) -> Training:
         states = None
-        if with_optimizer_states and self.strategy.is_sharded and not self._saves_shards:
+        is_gathered = self.strategy.is_engine or (self.strategy.is_sharded and not self._saves_shards)
+        if with_optimizer_states and is_gathered:
             states = [self.strategy.optimizer_state(one.optimizer) for one in self._optimizers]
         return Training(
             optimizer_states=states,

@@ -13,7 +13,17 @@ from acceler8.config.plugins import DeepSpeedPlugin
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
 from acceler8.parallel import DeepSpeedProcesses
-from acceler8.parallel.deepspeed_config import AUTO, CLIPPING, MICRO_BATCH, STEPS, ZERO, is_on, read_config, value_at
+from acceler8.parallel.deepspeed_config import (
+    AUTO,
+    CLIPPING,
+    MICRO_BATCH,
+    STEPS,
+    ZERO,
+    is_on,
+    read_config,
+    value_at,
+    without_autos,
+)
 
 _SECTION = "deepspeed_config."
 _FILE = _SECTION + "deepspeed_config_file"
@@ -32,7 +42,7 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
     _set_precision(config, precision, where, str(effective.source("mixed_precision")))
     _allow_any_optimizer(config)
     set_if_missing("LOCAL_RANK", str(processes.local_process_index))  # which DeepSpeed reads in every step
-    return DeepSpeedProcesses(
+    strategy = DeepSpeedProcesses(
         processes.device,
         processes.process_index,
         processes.num_processes,
@@ -40,6 +50,21 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
         where=where,
         leaf_classes=effective[_SECTION + "deepspeed_moe_layer_cls_names"] or (),
     )
+    if strategy.stage == 3 and effective[_SECTION + "zero3_init_flag"] is not False:
+        strategy.kept.append(_tell_transformers(config))
+    return strategy
+
+
+def _tell_transformers(config: dict[str, Any]) -> Any:
+    """Have ``from_pretrained`` build models in parts, for as long as what this gives lives; None without transformers.
+
+    transformers keeps a weak reference, so it ends with the Accelerator.
+    """
+    try:
+        from transformers.integrations import HfDeepSpeedConfig
+    except ImportError:
+        return None
+    return HfDeepSpeedConfig(without_autos(config))
 
 
 def _join_alone(processes: Processes) -> None:
@@ -111,6 +136,7 @@ def _with_steps(config: dict[str, Any], effective: Effective) -> dict[str, Any]:
             f"{effective.source(path).where}: gradient_accumulation_steps {asked}, and DeepSpeed's configuration says"
             f' {said}; allowed: one of the two; or "auto" in the latter'
         )
+    config.setdefault(CLIPPING, AUTO)  # DeepSpeed's own default is to clip to 1.0, which no script asked for
     if MICRO_BATCH not in config and "train_batch_size" not in config:
         config[MICRO_BATCH] = AUTO
     return config

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
+from acceler8.accelerator import place
 from acceler8.accelerator.batches import SeedableSampler, ShardedBatches, ShardedStream, check_split
 from acceler8.accelerator.dispatch import Part, Reader
 from acceler8.accelerator.gradients import GradientState, LoaderPlace
@@ -30,6 +31,7 @@ from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import CheckpointError, ConfigError, NotInThisVersionError
 
 _log = logging.getLogger("acceler8")
+_SAID = ("sampler", "samples", "num_processes", "total_batch_size", "batch_size", "num_workers")  # before the rest
 RNG_TYPES = ("generator", "torch", "cuda")
 # what a DataLoader does with batches of indices, whoever makes them
 _KEPT = (
@@ -84,8 +86,10 @@ class AcceleratedLoader:
         self.loader, self.context, self.batches, self.reader = loader, context, batches, reader
         self.device, self.gradients = context.device, context.gradients
         self.iteration, self.skip, self._skipped = 0, 0, 0
+        self._base, self._rounds = place.START, 0  # what was used before this pass, and rounds of this process in it
         self._drop_last, self._shared = drop_last, shared
         self._place: LoaderPlace | None = None
+        self._unread = 0  # batches of a stream to read and drop
         self._resume: dict[str, Any] | None = None
         self._resume_point: dict[str, Any] | None = None
         self._has_begun = False  # the next pass is of an epoch that began before, and whose draws were made
@@ -153,23 +157,24 @@ class AcceleratedLoader:
         self.set_epoch(self.iteration)
         resume, self._resume = self._resume, None
         parts = self._parts(resume)
-        with self.gradients.loader(self._remainder()) as place:
-            self._place = place
+        with self.gradients.loader(self._remainder()) as here:
+            self._place = here
             part = next(parts, None)
             while part is not None:
+                self._rounds += 1
                 self._remember()  # where to resume once this batch is used: before the next is read
                 following = next(parts, None)
                 if following is None:
-                    place.is_last = True
+                    here.is_last = True
                     if self.reader is not None:
-                        place.remainder = part.observed
+                        here.remainder = part.observed
                     self._finish()
                 if self.reader is None and self.device is not None:
                     yield send_to_device(part.batch, self.device, self.context.config.non_blocking)
                 else:
                     yield part.batch
                 part = following
-            if not place.is_last:  # there was no batch
+            if not here.is_last:  # there was no batch
                 self._finish()
 
     def _parts(self, resume: dict[str, Any] | None) -> Iterator[Part]:
@@ -180,6 +185,7 @@ class AcceleratedLoader:
             assert self.batches is not None
             self.batches.skip = skip
         self._skipped = skip
+        self._apply_base(resume, skip)
         if self.reader is not None:
             index = self.reader.processes.process_index
             if index != 0 and not has_begun:
@@ -189,9 +195,40 @@ class AcceleratedLoader:
             parts = (Part(batch, 0) for batch in self._begin(has_begun))
         return parts if self._skips_in_sampler else islice(parts, 0 if resume is not None else skip, None)
 
+    def _apply_base(self, resume: dict[str, Any] | None, skip: int) -> None:
+        """Leave out what all processes used before, whoever they were."""
+        point = None if resume is None else resume.get("go_on")
+        told = None if resume is None else resume.get("used")
+        self._base = point["used"] if point else place.START if told is None else told["base"]
+        self._rounds = skip if resume is None or point or told is None else told["rounds"]
+        samples, batches = self._base["samples"] or 0, self._base["batches"] or 0
+        self._unread = 0
+        if self.batches is not None:
+            cuts = point["batches"] is None if point else batches == 0
+            self.batches.used_samples, self.batches.used_batches = (samples, 0) if cuts else (0, batches)
+            return
+        dataset: Any = self.loader.dataset
+        is_own = isinstance(dataset, ShardedStream)
+        if is_own:
+            dataset.used_samples = samples
+        if point and point["loader"] is None and not is_own:
+            self._unread = batches
+        elif not point and told is not None and not self._takes_state(resume):
+            self._unread = self._rounds if is_own else place.batches_used(told) or 0
+
+    def _takes_state(self, resume: Any) -> bool:
+        """Whether the loader under this one goes on by its own state; else this one reads and drops."""
+        inner = (resume.get("go_on") or resume)["loader"]
+        is_stream = isinstance(self.loader.dataset, IterableDataset)
+        return bool(inner) and (
+            not is_stream or resume.get("used") is None is resume.get("go_on") or place.holds_state(inner)
+        )
+
     def _begin(self, has_begun: bool) -> Iterator[Any]:
         now = torch.get_rng_state()
         batches = iter(self.loader)
+        for _ in range(self._unread):
+            next(batches, None)
         if has_begun:  # the seed for workers was drawn when the epoch began
             torch.set_rng_state(now)
         return batches
@@ -215,7 +252,7 @@ class AcceleratedLoader:
         if self._drop_last:
             return 0
         try:
-            return self._samples() % self.total_batch_size
+            return (self._samples() - (self._base["samples"] or 0)) % self.total_batch_size
         except (TypeError, NotImplementedError, ZeroDivisionError):  # a stream without a length, batches of any size
             return -1
 
@@ -233,7 +270,9 @@ class AcceleratedLoader:
             "iteration": self.iteration,
             "skipped": self._skipped,
             "order": None if self.batches is None else self.batches.start,
+            "has_own_order": self._has_own_order,
             "seed": self._seed,
+            "used": self._used(),
             "beginning": None if self.reader is None else self.reader.beginning,
             "loader": self.loader.state_dict() if started else {},
             "of": self._facts(),
@@ -257,6 +296,24 @@ class AcceleratedLoader:
         return {"iteration": self.iteration, "skipped": 0, "order": order, "seed": self._seed, "loader": None}
 
     @property
+    def _has_own_order(self) -> bool:
+        """Whether the order is a matter of a generator of the sampler's own."""
+        return self.batches is not None and self.batches.generator is not None
+
+    def _used(self) -> dict[str, Any]:
+        is_one = self.context.processes.num_processes == 1
+        is_split = self.reader.split if self.reader is not None else self.context.config.split_batches
+        return place.used(
+            self._base, self._rounds, self._total(), 1 if is_one or is_split else self.context.processes.num_processes
+        )
+
+    def _total(self) -> int | None:
+        try:
+            return self.total_batch_size
+        except (TypeError, NotImplementedError):  # batches of any size
+            return None
+
+    @property
     def _seed(self) -> int | None:
         """What a seedable sampler shuffles by; None for others."""
         sampler = None if self.batches is None else self.batches.sampler
@@ -273,61 +330,84 @@ class AcceleratedLoader:
 
     def _facts(self) -> dict[str, Any]:
         """What a place in the middle of an epoch is a place of."""
-        sampler = None if self.batches is None else type(self.batches.sampler)
+        sampler, dataset = (None if self.batches is None else type(self.batches.sampler)), self.given.dataset
+        is_stream = isinstance(dataset, IterableDataset)
+        reads = place.OWN if isinstance(self.loader.dataset, ShardedStream) else place.WHOLE
         facts: dict[str, Any] = {
-            "sampler": None if sampler is None else f"{sampler.__module__}.{sampler.__qualname__}",
+            "sampler": place.name_of(sampler),
             "num_workers": getattr(self.loader, "num_workers", None),
             "dispatch_batches": self.reader is not None,
+            "num_processes": self.context.processes.num_processes,
+            "batching": None if self.batches is None else place.name_of(type(self.batches.batch_sampler)),
+            "batch_size": self.loader.batch_size if self.batches is None else self.batches.batch_size,
+            "is_stream": is_stream,
+            "reads": place.SHARDS
+            if is_stream and self.loader.dataset is not dataset and reads == place.WHOLE
+            else reads,
+            "total_batch_size": self._total(),
         }
-        for name, count in (("samples", self._samples), ("total_batch_size", lambda: self.total_batch_size)):
-            try:
-                facts[name] = count()
-            except (TypeError, NotImplementedError):  # a stream without a length, batches of any size
-                facts[name] = None
+        try:
+            facts["samples"] = self._samples()
+        except (TypeError, NotImplementedError):  # a stream without a length
+            facts["samples"] = None
         return facts
 
-    def fit(self, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """``state`` as this loader can take it, and in what the loader that was saved differs: ``""`` if in nothing.
+    def fit(self, state: dict[str, Any], lost: int = 0) -> tuple[dict[str, Any], str]:
+        """``state`` as this loader can take it, and what that means where the saved one differs: ``""`` if it does not.
 
-        A place in the middle of another loader's epoch is none here: the epoch starts from its beginning.
+        In the middle of another loader's epoch this one goes on behind the samples that were used, if it has the same
+        in the same order; else the epoch starts from its beginning. ``lost`` batches of the end count as not used.
         """
         saved, now = state.get("of"), self._facts()
         if state["loader"] is None or not isinstance(saved, dict):  # between epochs, or not of ours
             return state, ""
         other = [name for name in now if name in saved and saved[name] != now[name]]
-        if not other:
+        if not other and not lost:
             return state, ""
-        order = None if "sampler" in other else state["order"]
-        state = {"iteration": state["iteration"], "skipped": 0, "order": order, "seed": state["seed"], "loader": None}
-        return state, ", ".join(f"{name} was {saved[name]}, now {now[name]}" for name in other)
+        point, samples = place.go_on(state, now, lost)
+        said = [name for name in other if name in _SAID] or other
+        parts = [f"{name} was {saved[name]}, now {now[name]}" for name in said]
+        differs = ", ".join(parts + ([f"{lost} batches of the unfinished step come again"] if lost else []))
+        kept = {"iteration": state["iteration"], "skipped": 0, "seed": state["seed"], "loader": None}
+        if point is None:
+            again = f"; {samples} samples were used and come again" if samples and "samples" not in other else ""
+            return kept | {"order": None if "sampler" in other else state["order"]}, (
+                f"{differs}{again}; its epoch starts from its beginning"
+            )
+        base = {"samples": samples, "batches": point["batches"]}
+        kept |= {key: state.get(key) for key in ("order", "has_own_order", "beginning")}
+        behind = f"{samples} samples" if samples is not None else f"{point['batches']} batches"
+        return kept | {"go_on": point | {"used": base}}, f"{differs}; it goes on behind the {behind} that were used"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume there, in the process of the same number among as many. The next pass gives the batches left over.
 
-        Of a loader that differs (``fit``) the epoch starts from its beginning, and a warning says so.
+        Of a loader that differs ``fit`` says what that means, and a warning tells.
         Raises: CheckpointError for a state that no loader has.
         """
         _check_state(state)
         state, differs = self.fit(state)
         if differs:
-            _log.warning("a loader's %s; its epoch starts from its beginning", differs)
+            _log.warning("a loader's %s", differs)
         self.iteration = state["iteration"]
         self._forget_resume_point()
         self._resume_point, self._is_resumed = state, True
         if self._seed is not None and self.batches is not None and state["seed"] is not None:
             self.batches.sampler.initial_seed = state["seed"]
-        order = state["order"]
-        if state["loader"] is None:
+        order, point = state["order"], state.get("go_on")
+        inner = state["loader"] if point is None else point["loader"]
+        if inner is None and point is None:
             if order is not None and self.batches is not None and self.batches.generator is not None:
                 self.batches.generator.set_state(order)
             return
         if self.batches is not None:
-            self.batches.resume_from = order
+            self.batches.resume_from, self.batches.resumes_own = order, state.get("has_own_order")
+        is_reading = self.reader is None or self.reader.processes.process_index == 0
         if self.reader is not None:
             self.reader.resume_from = state["beginning"]
         self._resume = state
-        if state["loader"]:
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        if is_reading and self._takes_state(state):
+            self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
 
     def _forget_resume_point(self) -> None:
         if self._resume is None:
@@ -368,7 +448,7 @@ class AcceleratedLoader:
         other._has_begun = self._has_begun or begun is not None
         other._origin, self._is_resumed = self if self._is_resumed else self._origin, False
         if begun is not None and batches is not None:
-            batches.resume_from = begun["order"]
+            batches.resume_from, batches.resumes_own = begun["order"], begun.get("has_own_order")
         return other
 
 
@@ -381,8 +461,10 @@ def _check_state(state: Any) -> None:
         ("seed", lambda seed: seed is None or type(seed) is int, "an integer or None"),
         ("order", _is_random_state, "a generator's state or None"),
         ("loader", lambda inner: inner is None or isinstance(inner, dict), "a dict or None"),
+        ("used", place.is_used, "what state_dict() returns"),
+        ("go_on", place.is_point, "what state_dict() returns"),
     ):
-        if key not in state or not is_fine(state[key]):
+        if (key not in state and key not in ("used", "go_on")) or not is_fine(state.get(key)):
             raise CheckpointError(
                 f"the state of a loader has {key}={repr(state.get(key))[:80]}; allowed: {allowed}; use another one"
             )

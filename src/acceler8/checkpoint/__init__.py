@@ -6,6 +6,7 @@
     optimizer.json, .safetensors     optimizer state under parameter names
     extra.json, .safetensors         schedulers, loaders and other objects with a state_dict
     rng.json, .safetensors           random generators
+    model.shards.json, model.shard-00001-of-00004.safetensors, ...    weights (and optimizer state) in shards
 
 ``save`` and ``load`` are for a loop that owns its objects, one model and one optimizer. ``Accelerator.save_state``
 writes the same format for any number of them and of processes (``checkpoint.training`` lists its files).
@@ -17,6 +18,7 @@ another step.
 from __future__ import annotations
 
 from acceler8.checkpoint.compare import Difference, compare_config
+from acceler8.checkpoint.consolidate import consolidate
 from acceler8.checkpoint.load import Checkpoint, is_checkpoint, load
 from acceler8.checkpoint.manifest import FORMAT_VERSION
 from acceler8.checkpoint.project import ProjectConfiguration
@@ -31,6 +33,7 @@ __all__ = [
     "ProjectConfiguration",
     "Stateful",
     "compare_config",
+    "consolidate",
     "is_checkpoint",
     "load",
     "save",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,25 @@ def export_model(
     tensors, _, rest = split_state(state, aliases)
     if rest:
         raise CheckpointError(f"{min(rest)} is a {type(rest[min(rest)]).__qualname__}; weights are tensors only")
-    building = folder / f".model.writing-{secrets.token_hex(4)}"
+    replace_weights(folder, "model", lambda building: write_model(building, "model", tensors, max_shard_size))
+
+
+def replace_weights(folder: Path, stem: str, write: Callable[[Path], list[str]]) -> list[str]:
+    """Let what ``write`` makes in an empty folder, and names, take the place of the weights of ``stem``.
+
+    Raises: CheckpointError for a disk that fails.
+    """
+    building = folder / f".{stem}.writing-{secrets.token_hex(4)}"
     try:
         building.mkdir(parents=True)
-        names = write_model(building, "model", tensors, max_shard_size)
+        names = write(building)
         for name in names:
             (building / name).replace(folder / name)
         for path in folder.iterdir():
-            if path.name not in names and shard_names("model").fullmatch(path.name):
+            if path.name not in names and shard_names(stem).fullmatch(path.name):
                 path.unlink()
         sync_folder(folder)
+        return names
     except OSError as error:
         raise CheckpointError(f"could not write {folder}: {error}; check space and permissions") from error
     finally:

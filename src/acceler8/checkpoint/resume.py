@@ -191,19 +191,22 @@ class Resume:
 
     def _read_process(self) -> dict[str, Any]:
         index, was, now = self.training.process_index, self.state["num_processes"], self.training.num_processes
-        if was != now:
-            self.reset.append(f"loaders: saved by {was} processes, now {now}, so they start from their beginning")
         if f"process_{index}.json" not in self.checkpoint.files:
             if index < was:
                 raise CheckpointError(f"{self.checkpoint.folder} holds no part of process {index}; use another one")
             self.reset.append(f"random generators: none were saved for process {index}, so they go on as they are")
-            return {}
+            return {"loaders": self._read_own(0)["loaders"]}
+        own = self._read_own(index)
+        check_rng(own["rng"])
+        # Another number of processes goes on where all of them stood, as the first one tells it.
+        return own if was == now else {"rng": own["rng"], "loaders": self._read_own(0)["loaders"]}
+
+    def _read_own(self, index: int) -> dict[str, Any]:
         own = self.checkpoint.part(f"process_{index}")
         kinds = {"loaders": list, "gradients": dict, "rng": dict}
         if set(own) != set(kinds) or not all(isinstance(own[key], kind) for key, kind in kinds.items()):
             raise CheckpointError(f"{self.checkpoint.folder}/process_{index}.json is damaged; use another checkpoint")
-        check_rng(own["rng"])
-        return own if was == now else {"rng": own["rng"]}
+        return own
 
     def _check_gradients(self) -> dict[str, Tensor]:
         gradients = self._own.get("gradients", {}) if self._keeps_window else {}
@@ -394,11 +397,24 @@ class Resume:
                 )
                 continue
             if hasattr(loader, "fit"):
-                state, differs = loader.fit(state)
+                state, differs = loader.fit(state, self._lost_batches())
                 if differs:
-                    self.reset.append(f"loader {i}: {differs}; its epoch starts from its beginning")
+                    self.reset.append(f"loader {i}: {differs}")
+            elif self.state["num_processes"] != self.training.num_processes:
+                self.reset.append(f"loader {i}: saved by another number of processes, so it starts from its beginning")
+                continue
             found.append((loader, state))
         return found
+
+    def _lost_batches(self) -> int:
+        """Micro-batches of an unfinished step that starts anew: their samples count as not used.
+
+        With several loaders nobody knows whose they were.
+        """
+        window = self.state["window"]
+        if self._keeps_window or window["sync_gradients"] or len(self.training.loaders) != 1:
+            return 0
+        return int(window["micro_batch"] % window["num_steps"])
 
     def _set_loop(self) -> None:
         self.training.clock.ticks = self.state["steps"]

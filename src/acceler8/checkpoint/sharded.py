@@ -41,6 +41,8 @@ class Chunk(NamedTuple):
 
     offset: tuple[int, ...]
     tensor: Tensor
+    path: Path | None = None
+    """The file that holds it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Stored:
             part = _cut(self.chunks[0].tensor, offset, shape)
             return part.clone() if copy else part
         made = torch.empty(shape, dtype=self.dtype)
-        for begin, tensor in self.chunks:
+        for begin, tensor, _ in self.chunks:
             low = tuple(map(max, begin, offset))
             high = tuple(min(b + n, o + m) for b, n, o, m in zip(begin, tensor.shape, offset, shape, strict=True))
             size = tuple(h - at for h, at in zip(high, low, strict=True))
@@ -203,7 +205,7 @@ def _read_chunks(path: Path) -> dict[str, Chunk]:
     tensors, header = read_with_header(path)
     try:
         placed = json.loads(header.get(HEADER, "{}"))
-        found = {name: Chunk(tuple(placed[name][OFFSETS]), tensor) for name, tensor in tensors.items()}
+        found = {name: Chunk(tuple(placed[name][OFFSETS]), tensor, path) for name, tensor in tensors.items()}
         if not all(type(at) is int and at >= 0 for chunk in found.values() for at in chunk.offset):
             raise ValueError("an offset is no number from 0")
     except (KeyError, TypeError, ValueError) as error:
@@ -213,7 +215,7 @@ def _read_chunks(path: Path) -> dict[str, Chunk]:
 
 def _fill(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     """True if the chunks make up the shape, each element once."""
-    for offset, tensor in chunks:
+    for offset, tensor, _ in chunks:
         if len(offset) != len(shape) or tensor.ndim != len(shape):
             return False
         if any(at + n > size for at, n, size in zip(offset, tensor.shape, shape, strict=True)):

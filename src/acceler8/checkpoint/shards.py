@@ -46,19 +46,30 @@ def write_model(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_shar
 
     A tensor larger than the limit gets a file of its own.
     """
-    shards = _split(tensors, parse_size(max_shard_size))
-    if len(shards) == 1:
-        write_tensors(folder / f"{stem}.safetensors", shards[0], stem)
-        return [f"{stem}.safetensors"]
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    shards = split_by_size({name: _bytes(tensor) for name, tensor in tensors.items()}, parse_size(max_shard_size))
+    names = weight_files(stem, len(shards))
     for name, shard in zip(names, shards, strict=True):
-        write_tensors(folder / name, shard, stem)
+        write_tensors(folder / name, {key: tensors[key] for key in shard}, stem)
+    if len(shards) == 1:
+        return names
+    write_weight_index(folder, stem, dict(zip(names, shards, strict=True)), sum(map(_bytes, tensors.values())))
+    return [*names, f"{stem}.safetensors.index.json"]
+
+
+def weight_files(stem: str, count: int) -> list[str]:
+    """Names of the ``count`` files of one model."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def write_weight_index(folder: Path, stem: str, tensors_of: Mapping[str, list[str]], total_size: int) -> None:
+    """Write the index of several files: which tensors each holds, and the bytes of all."""
     index = {
-        "metadata": {"total_size": sum(map(_bytes, tensors.values()))},
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        "metadata": {"total_size": total_size},
+        "weight_map": {key: name for name, shard in tensors_of.items() for key in shard},
     }
     write_json(folder / f"{stem}.safetensors.index.json", index)
-    return [*names, f"{stem}.safetensors.index.json"]
 
 
 def has_model(files: Container[str], stem: str) -> bool:
@@ -101,15 +112,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
+def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names of tensors in their order, file by file; ``sizes`` in bytes, a file up to ``limit``."""
+    shards: list[list[str]] = [[]]
     room = limit
-    for name, tensor in tensors.items():
-        if shards[-1] and _bytes(tensor) > room:
-            shards.append({})
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
             room = limit
-        shards[-1][name] = tensor
-        room -= _bytes(tensor)
+        shards[-1].append(name)
+        room -= size
     return shards
 
 

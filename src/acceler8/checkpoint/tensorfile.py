@@ -91,6 +91,13 @@ def read_with_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, header
 
 
+def read_one(path: Path, name: str) -> Tensor:
+    """One tensor of a file that was read before; it may lie in the file, which stays open as long as it lives."""
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
 def _plain(tensor: Tensor, key: str) -> Tensor:
     plain = tensor.detach()
     problem = None

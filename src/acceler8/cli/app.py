@@ -12,6 +12,7 @@ import sys
 import typer
 
 from acceler8.cli.bench import app as bench
+from acceler8.cli.checkpoint import app as checkpoint
 from acceler8.cli.config import app as config
 from acceler8.cli.demo import demo
 from acceler8.cli.env import env
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.add_typer(bench)
+app.add_typer(checkpoint)
 app.add_typer(config)
 app.command()(env)
 app.command()(plan)

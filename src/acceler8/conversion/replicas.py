@@ -25,13 +25,16 @@ def of_all(*names: set[str]) -> tuple[set[str], ...]:
 
 
 def replicas(model: nn.Module) -> list[str]:
-    """What several processes hold and is not the same in all: shards of several copies, and what is not sharded."""
+    """Parameters that several processes hold and that differ: shards of several copies, and what is not sharded.
+
+    Not buffers: running statistics are each process's own.
+    """
     own = {
         name: (
             _place(t),
             hashlib.sha256(shard(t).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
         )
-        for name, t in (*model.named_parameters(), *model.named_buffers())
+        for name, t in model.named_parameters()
         if shard(t).numel()
     }
     every: list[Any] = [None] * dist.get_world_size()

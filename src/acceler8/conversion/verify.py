@@ -202,12 +202,16 @@ def _covered(known: dict[str, Any], named: dict[str, nn.Parameter]) -> str:
 
 def _fresh(layer: Fp8Linear, orientation: str, *more: Fp8Linear) -> Quantized:
     """A cast of the layer's weight as it is now; of several layers that are cast as one, of all their weights."""
+    weights = [part._acceler8_layer.codes.source(part.weight) for part in (layer, *more)]
+    return _cast_of(layer, orientation, torch.cat(weights) if more else weights[0])
+
+
+def _cast_of(layer: Fp8Linear, orientation: str, weight: Tensor) -> Quantized:
     state = layer._acceler8_layer
     operand = state.recipe.fprop.b if orientation == "rows" else state.recipe.dgrad.b
     slots = state.slots
-    weights = [part.weight.detach() for part in (layer, *more)]
     rows, cols, _ = quantize(
-        torch.cat(weights) if more else weights[0],
+        weight,
         operand.format if orientation == "rows" else None,
         operand.format if orientation == "cols" else None,
         operand.granularity,
@@ -297,7 +301,8 @@ def _step(
     changed = weights.changed()
     bad, moved, rounded = weights.stale(), 0, 0
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if is_sharded:  # a process may hold none of a small parameter's elements, or only those without a gradient
+    if is_sharded:
+        # a process may hold none of a small parameter's elements, or only those without a gradient
         had_gradient, changed = of_all(had_gradient, changed)
     for name, p in model.named_parameters():
         if name not in had_gradient or held.get(id(p), 1.0) == 0.0:
@@ -391,10 +396,13 @@ def _codes_used(
             handles.append(mlp.register_forward_hook(_CompareFused(names, seen, bad), prepend=True))
     for name, layer in engine.layers(model):
         state = layer_state(layer)
-        if not state.recipe.fprop.is_fp8 or type(state.codes) is not WeightCodes:
-            continue  # no codes, or a sharding engine's, whose weight is not there to cast
+        if not state.recipe.fprop.is_fp8:
+            continue  # no codes
         watched.append(name)
         if name in in_mlps:
+            continue
+        if type(state.codes) is not WeightCodes and isinstance(layer, Fp8Linear):  # a sharding engine brings codes
+            handles.append(layer.register_forward_hook(_CompareGathered(name, seen, bad), prepend=True))
             continue
         # before the user's own hooks, which may change the output
         handles.append(layer.register_forward_hook(_CompareOutput(engine, name, seen, bad), prepend=True))
@@ -510,6 +518,26 @@ class _CompareFused:
             expected = run_as_one(mlp, args[0].detach(), records=False)
         if not torch.equal(expected.nan_to_num(), output.detach().nan_to_num()):
             self.bad.append(f"{mlp._acceler8_fusion.name}: its forward after the step used codes of an older weight")
+
+
+class _CompareGathered:
+    """Forward hook: the codes that arrived must be, bit for bit, those of the whole weight as it now is."""
+
+    def __init__(self, name: str, seen: set[str], bad: list[str]) -> None:
+        self.name, self.seen, self.bad = name, seen, bad
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.name in self.seen or not layer.training:
+            return
+        self.seen.add(self.name)
+        assert isinstance(layer, Fp8Linear)
+        with torch.no_grad():
+            fresh = _fresh(layer, "rows")
+            arrived = layer._acceler8_layer.codes.get("rows")
+        assert arrived is not None
+        width = arrived.codes.shape[1]  # what is filled up to a multiple of 16 does not travel
+        if not _same(arrived, fresh._replace(codes=fresh.codes[:, :width])):
+            self.bad.append(f"{self.name}: its forward after the step used codes of an older weight")
 
 
 class _CompareOutput:

@@ -84,6 +84,10 @@ class WeightCodes:
         """What a layer reads that computes in high precision; here the weight itself."""
         return weight
 
+    def source(self, weight: Tensor) -> Tensor:
+        """The whole weight that codes are cast from; here itself. Of a sharding engine, every process calls this."""
+        return weight.detach()
+
     def live(self) -> dict[str, Quantized]:
         """Codes that the next forward would reuse, by orientation."""
         return dict(self._kept) if self.is_open else {}

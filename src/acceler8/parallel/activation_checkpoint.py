@@ -33,12 +33,17 @@ class CheckpointedForward:
         """What is wrapped."""
         return self.own if self.own is not None else MethodType(type(self.module).forward, self.module)
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # the compiler cannot make a bound method
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training with gradients its activations are not kept."""
         if not (self.module.training and torch.is_grad_enabled()):
-            return self.forward(*args, **kwargs)
+            return self._run(*args, **kwargs)
         with torch.autograd.graph.save_on_cpu() if self.offloads else nullcontext():
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Iterable[nn.Module], *, offloads: bool = False) -> int:

@@ -20,7 +20,8 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); DeepSpeed 0.19's engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ from acceler8.nn import find_states
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.deepspeed_config import CLIPPING, MICRO_BATCH, STEPS, fill, is_on, sizes_of, stage_of, value_at
 from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer, make_optimizer
-from acceler8.parallel.deepspeed_parts import Parts, is_partitioned
+from acceler8.parallel.deepspeed_parts import Parts, is_partitioned, shape_of
 from acceler8.parallel.deepspeed_state import gather_model, scatter_model
 from acceler8.parallel.protocol import Strategy
 
@@ -68,6 +69,8 @@ class DeepSpeedProcesses(Strategy):
     leaf_classes: names of modules that ZeRO-3 gathers whole, mixtures of experts.
     """
 
+    is_engine = True
+
     def __init__(
         self,
         device: torch.device,
@@ -87,6 +90,8 @@ class DeepSpeedProcesses(Strategy):
         self.keeps_weight_codes, self.keeps_gradients = self.stage < 3, True
         self.scales_loss = is_on(config, "fp16")
         self.engine: Any = None
+        self.kept: list[Any] = []
+        """What shall live as long as this."""
         self._deepspeed = import_deepspeed(device)
         self._given: Optimizer | None = None
         self._optimizer: ZeroOptimizer | None = None
@@ -125,6 +130,19 @@ class DeepSpeedProcesses(Strategy):
         """To the device, and to the engine's dtype: FP8 layers are planned with the dtype that they will have."""
         super().place(model)
         self._cast(model)
+
+    @contextmanager
+    def shown_whole(self, model: nn.Module) -> Iterator[None]:
+        """Parameters that ``deepspeed.zero.Init`` made have their shapes, of one element's memory each."""
+        empty = [p for p in model.parameters() if is_partitioned(p) and p.numel() != shape_of(p).numel()]
+        before = [p.data for p in empty]
+        for p in empty:
+            p.data = torch.zeros(1, dtype=p.dtype, device=p.device).expand(shape_of(p))
+        try:
+            yield
+        finally:
+            for p, own in zip(empty, before, strict=True):
+                p.data = own
 
     def _cast(self, model: nn.Module) -> None:
         """Parameters to the engine's dtype, buffers as they are: what the engine does, too."""

@@ -98,6 +98,15 @@ def fill(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> di
     return filled
 
 
+def without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without what is still ``"auto"``, for one process and one micro-batch: before there is a training."""
+    left = copy.deepcopy(dict(config))
+    for section, key, _ in list(_autos(left)):
+        del section[key]
+    left.pop("train_batch_size", None)
+    return {MICRO_BATCH: 1, **left, STEPS: 1}
+
+
 def _autos(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
     for key, value in section.items():
         if isinstance(value, dict):

@@ -93,6 +93,11 @@ class GatheredCodes(WeightCodes):
             )
         return self.sharded.full_tensor().to(self._dtype)
 
+    def source(self, weight: Tensor) -> Tensor:
+        """The whole weight as it now is, in its own dtype: a gather in high precision."""
+        whole: Tensor = self.sharded.full_tensor().detach()
+        return whole
+
 
 class _Scales(NamedTuple):
     """Of all weights, flat: the amax bits that this rank contributed, and the scales of the whole weights."""

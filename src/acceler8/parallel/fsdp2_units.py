@@ -84,12 +84,18 @@ def _of_classes(
     kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
     there = {kind for found in kinds.values() for kind in found}
     if is_asked and (missing := [name for name in names if name not in there]):
-        has = sorted({plain_type(module).__name__ for module in modules.values()})
+        own = (next(kind.__name__ for kind in type(m).__mro__ if not _is_made(kind)) for m in modules.values())
+        has = sorted(set(own))
         raise ConfigError(
             f"fsdp_transformer_layer_cls_to_wrap: got {missing[0]!r}, which this {type(model).__name__} does not have;"
             f" allowed: {', '.join(has)}; or leave it out, and blocks are found by structure"
         )
     return [name for name in modules if kinds[name] & set(names)]
+
+
+def _is_made(kind: type) -> bool:
+    """True for a class that conversion or FSDP2 put in front of the author's."""
+    return kind.__module__.startswith("acceler8.") or kind.__name__.startswith(("Fp8", "FSDP"))
 
 
 def find_units(model: nn.Module, policy: WrapPolicy, ignored: Iterable[nn.Parameter] = ()) -> list[Unit]:

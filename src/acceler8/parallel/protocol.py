@@ -31,6 +31,8 @@ class Strategy:
     """True if no process holds all of the model and its optimizer; ``model_state`` gathers it then."""
     has_dtensors = False
     """True if shards are DTensors, of optimizer state too: checkpoints read and write them shard by shard."""
+    is_engine = False
+    """True if weights and optimizer state are in an engine's own buffers, and go in and out whole through this."""
     saves_whole = False
     """True if checkpoints shall hold whole tensors though there are DTensors, gathered on process 0."""
     keeps_gradients = False
@@ -51,6 +53,10 @@ class Strategy:
     def place(self, model: nn.Module) -> None:
         """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
         model.to(self.device)
+
+    def shown_whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, Parameters have their whole shapes, if not their values: for planning and converting a model."""
+        return nullcontext()
 
     def checkpoint_activations(self, model: nn.Module) -> None:
         """Let blocks of a converted model recompute their activations in backward, if that is asked of the strategy.
