@@ -26,7 +26,7 @@ from tests.accelerator.fsdp_training import SCENARIOS as TRAINING
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("fsdp_worker.py")
-LIMIT_S = 240
+LIMIT_S = 480
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
