@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -121,6 +121,25 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
+LEAVE_LIMIT_S = 30.0
+"""How long the machine with the store waits for the others to leave it; only a machine that died takes this long."""
+
+
+def leave_in_order(store: Any, machine_rank: int, num_machines: int) -> None:
+    """Let the machine that hosts ``store``, machine 0, be the last to go; nobody may use the store after this.
+
+    A barrier alone does not do it: its last answer may still be on the way when machine 0 has read its own and
+    ends, and torch's C++ then writes a page of warnings on the other machine, after a success. A ``set`` is not
+    answered, so whoever has sent it can go at once.
+    """
+    if machine_rank:
+        store.set(f"acceler8/left/{machine_rank}", "")
+        return
+    with suppress(DistError):  # a machine that died will not say anything
+        others = [f"acceler8/left/{rank}" for rank in range(1, num_machines)]
+        store.wait(others, timedelta(seconds=LEAVE_LIMIT_S))
+
+
 class LaunchAgent(SimpleElasticAgent):
     """Runs ``workers`` as torch's elastic training asks."""
 
@@ -191,6 +210,12 @@ class LaunchAgent(SimpleElasticAgent):
         else:
             self._workers.stop(self._grace_s)
 
+    def leave(self) -> None:
+        """Leave the other machines, after all of them have finished."""
+        group = self._worker_group
+        if group.state == WorkerState.SUCCEEDED and (group.group_world_size or 1) > 1:
+            leave_in_order(self._store, group.group_rank or 0, group.group_world_size or 1)
+
     def _raise_if_stopping(self) -> None:
         if self._stopping.signum is not None:
             raise StoppedBySignalError
@@ -247,8 +272,10 @@ def run_elastic(
                 max_restarts=spec.max_restarts,
                 monitor_interval=spec.monitor_interval_s,
             )
-            LaunchAgent(worker_spec, workers, stopping, environment, spec.grace_period_s).run()
+            agent = LaunchAgent(worker_spec, workers, stopping, environment, spec.grace_period_s)
+            agent.run()
             rendezvous.shutdown()
+            agent.leave()
         except StoppedBySignalError:
             pass
         except (RendezvousError, DistError) as error:
