@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
@@ -28,6 +29,21 @@ _GEMMS = "fp8_config.override_linear_precision"
 def current_environment() -> Mapping[str, str]:
     """The environment of this process; the only place that reads it for the configuration."""
     return os.environ
+
+
+@contextmanager
+def set_meanwhile(name: str, value: str) -> Iterator[None]:
+    """Have this process's variable ``name`` be ``value`` in the body, unless it is set; for libraries that read a
+    variable once, when they are imported.
+    """
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def read_environment(environ: Mapping[str, str]) -> RouteValues:
