@@ -13,6 +13,7 @@ TOGETHER = {
     "tests/accelerator/test_documented_script.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_processes.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
+    "tests/examples/test_clusters.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,
     "tests/launch/test_machines.py": SEVERAL_PROCESSES,
     "tests/launch/test_training_goes_on.py": SEVERAL_PROCESSES,
