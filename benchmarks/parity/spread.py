@@ -108,6 +108,8 @@ class Spread:
         if args.strategy.startswith("zero"):
             import deepspeed
 
+            if args.device == "cpu":  # of no use to a training, and compiled for minutes when a group starts
+                deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             made = deepspeed.initialize(model=model, optimizer=self.optimizer, config=deepspeed_json(args))
             self.wrapped, self.optimizer = made[0], made[1]
 

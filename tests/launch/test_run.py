@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.support import free_port, launcher, needs_linux, run, wait_until, write
+from tests.launch.support import launcher, needs_linux, run, wait_until, write
 
 SHOW = """
 import json, os, sys
@@ -77,20 +77,6 @@ def test_two_processes_meet(tmp_path: Path):
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]
 
 
-def test_two_machines_meet(tmp_path: Path):
-    write(tmp_path, "show.py", SHOW)
-    fields = {"num_processes": 2, "num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
-    with (
-        launcher(tmp_path, command=["show.py"], machine_rank=0, **fields) as first,
-        launcher(tmp_path, command=["show.py"], machine_rank=1, **fields) as second,
-    ):
-        done = [first.finish(), second.finish()]
-    assert [(each.returncode, each.stderr) for each in done] == [(0, ""), (0, "")]
-    for rank in range(2):
-        environ = seen(tmp_path, rank)["environ"]
-        assert (environ["GROUP_RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == (str(rank), "0", "2")
-
-
 @pytest.mark.parametrize("code", [1, 7, 255])
 def test_the_workers_own_exit_code_is_returned(tmp_path: Path, code: int):
     write(tmp_path, "fail.py", f"import sys; sys.exit({code})")
@@ -140,13 +126,30 @@ def test_restarts_start_all_workers_again(tmp_path: Path):
     write(
         tmp_path,
         "fail.py",
-        "import os, sys; attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT']); sys.exit(5 + attempt)",
+        "import os, sys; attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(os.environ['MASTER_PORT']); "
+        "sys.exit(5 + attempt)",
     )
     done = run(tmp_path, command=["fail.py"], max_restarts=1)
     assert done.returncode == 6
     restart, last = done.stderr.splitlines()
     assert restart.endswith("failed with exit code 5; starting all workers again, attempt 2 of 2")
     assert last.endswith("failed with exit code 6")
+    assert len(set(done.stdout.split())) == 2, "the second attempt got the store of the first, and its stale addresses"
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_restart_meet(tmp_path: Path):
+    """They did not, three times of four: they found the addresses of the attempt before in the same store."""
+    die = "if dist.get_rank() == attempt % 2 and attempt < 2: os.kill(os.getpid(), 9)"
+    attempt = "import os; attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    write(
+        tmp_path, "train.py", ALL_REDUCE.replace("sys.stdout", f"{attempt}\n{die}\ndist.all_reduce(total)\nsys.stdout")
+    )
+    done = run(tmp_path, command=["train.py"], num_processes=2, use_cpu=True, max_restarts=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 6.0", "rank 1 of 2: 6.0"]
+    restarts = [line for line in done.stderr.splitlines() if "starting all workers again" in line]
+    assert [line[-14:] for line in restarts] == ["attempt 2 of 3", "attempt 3 of 3"]
 
 
 def test_output_passes_through_in_bulk_and_a_closed_one_is_no_failure(tmp_path: Path):

@@ -57,7 +57,7 @@ def launch(ctx: typer.Context) -> None:
 
     environ = current_environment()
     file = others.get("config_file")
-    effective = load(parsed.route, environ, Path(str(file)) if file else None)
+    effective = load(parsed.route, environ, Path(str(file)) if file else None, use_torchrun=True)
     said = [*notes(effective), *_machine_notes(effective)]
     if not others.get("quiet"):
         for note in said:

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from acceler8.config.kinds import Bool
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
@@ -33,6 +34,21 @@ def current_environment() -> Mapping[str, str]:
 def set_if_missing(name: str, value: str) -> None:
     """Set a variable of this process that nobody set: for a library that reads its value there and nowhere else."""
     os.environ.setdefault(name, value)
+
+
+@contextmanager
+def set_meanwhile(name: str, value: str) -> Iterator[None]:
+    """Have this process's variable ``name`` be ``value`` in the body, unless it is set; for libraries that read a
+    variable once, when they are imported.
+    """
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def read_environment(environ: Mapping[str, str]) -> RouteValues:

@@ -17,6 +17,7 @@ from acceler8.config.fsdp_rules import RESHARD, SECTION
 from acceler8.config.registry import BY_ENV, DEAD_ENV, ENTRIES, Entry
 from acceler8.config.setting import shown_name
 from acceler8.config.sources import Effective, Precedence, RouteValues, Source, merge
+from acceler8.config.torchrun import read_torchrun
 from acceler8.config.variables import objection
 from acceler8.config.yaml_file import read_yaml
 from acceler8.errors import ConfigError, unknown_name
@@ -38,11 +39,12 @@ def load(
     environ: Mapping[str, str],
     config_file: Path | None = None,
     use_default_file: bool = True,
+    use_torchrun: bool = False,
 ) -> Effective:
     """The effective values: flag before environment before YAML; what none gives has its default.
 
     Without ``config_file`` the file that ACCELER8_CONFIG_FILE names is read, else the default file, if there is one and
-    ``use_default_file``; a note says which.
+    ``use_default_file``; a note says which. ``use_torchrun``: torchrun's ``PET_*`` variables count too.
     Raises ConfigError, naming the place, for a value that is not allowed and for a named file that is missing.
     """
     routes = []
@@ -54,6 +56,8 @@ def load(
         routes.append(RouteValues(notes=[note] if note else []))
     if config_file is not None:
         routes.append(read_yaml(config_file))
+    if use_torchrun:
+        routes.append(read_torchrun(environ))
     routes.append(read_environment(environ))
     if flags is not None:
         routes.append(flags)

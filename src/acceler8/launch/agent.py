@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -26,118 +24,27 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from acceler8.errors import LaunchError
-from acceler8.launch.report import describe_end, say
+from acceler8.launch.meeting import LEAVE_LIMIT_S
+from acceler8.launch.network import interface_of
+from acceler8.launch.rendezvous import ElasticRendezvous, Rendezvous, make_rendezvous
+from acceler8.launch.report import describe_end, describe_stop, say
 from acceler8.launch.spec import DEFAULT_PORT, LaunchSpec
 from acceler8.launch.stopping import StoppedBySignalError, Stopping
-from acceler8.launch.worker_environment import elastic_variables, worker_variables
+from acceler8.launch.worker_environment import MakeEnvironment, elastic_variables, worker_variables
 from acceler8.launch.workers import KILL_LIMIT_S, Workers
 
+FAILED_LEAVE_LIMIT_S = 5.0
+"""How long the host of the store waits for the others to leave, after a failure."""
 
-class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of one machine, which has nobody to wait for: a store for the workers to meet at.
-
-    torch's own store listens on every interface and has no authentication. This one listens at ``address`` only,
-    on a socket bound here: with port 0 the system picks a free one, which nobody can take in between.
-    """
-
-    def __init__(self, address: str, port: int, run_id: str) -> None:
-        self._listener = listen(address, port)
-        self._address, self._port = address, int(self._listener.getsockname()[1])
-        self._run_id = run_id
-        self._store: Any = None  # a TCPStore, which torch's types do not export
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store, or meet again at the one that is open."""
-        if self._store is None:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                self._address,
-                self._port,
-                world_size=1,
-                is_master=True,
-                timeout=timedelta(seconds=60),
-                multi_tenant=True,
-                master_listen_fd=self._listener.detach(),
-            )
-        store = dist.PrefixStore(self._run_id, self._store)  # type: ignore[attr-defined]
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._address, self._port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers use this store too."""
-        return True
-
-    def get_backend(self) -> str:
-        """Name in torch's logs."""
-        return "local"
-
-    def get_run_id(self) -> str:
-        """Name of the run."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """Whether nobody may join any more."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do."""
-
-    def num_nodes_waiting(self) -> int:
-        """Machines that want to join."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Close the socket, if the store has not taken it."""
-        self._listener.close()
-        return True
+STOPPED_LEAVE_LIMIT_S = 1.0
+"""The same after a signal, which nobody wants to wait for."""
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Socket that listens at ``address`` and ``port`` (0: a free one). Raises: LaunchError if that cannot be."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise LaunchError(f"main_process_ip={address!r} cannot be resolved: {error}; correct it") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"cannot listen on main_process_ip={address!r}, main_process_port={port}: {error.strerror}; on one machine "
-            "leave both out, for a free port on the loopback interface"
-        ) from error
-    return listener
-
-
-LEAVE_LIMIT_S = 30.0
-"""How long the machine with the store waits for the others to leave it; only a machine that died takes this long."""
-
-
-def leave_in_order(store: Any, machine_rank: int, num_machines: int) -> None:
-    """Let the machine that hosts ``store``, machine 0, be the last to go; nobody may use the store after this.
-
-    A barrier alone does not do it: its last answer may still be on the way when machine 0 has read its own and
-    ends, and torch's C++ then writes a page of warnings on the other machine, after a success. A ``set`` is not
-    answered, so whoever has sent it can go at once.
-    """
-    if machine_rank:
-        store.set(f"acceler8/left/{machine_rank}", "")
-        return
-    with suppress(DistError):  # a machine that died will not say anything
-        others = [f"acceler8/left/{rank}" for rank in range(1, num_machines)]
-        store.wait(others, timedelta(seconds=LEAVE_LIMIT_S))
+class EndedElsewhereError(Exception):
+    """Leaves the elastic agent's loop when another machine has ended the run; never leaves the package."""
 
 
 class LaunchAgent(SimpleElasticAgent):
@@ -145,55 +52,82 @@ class LaunchAgent(SimpleElasticAgent):
 
     def __init__(
         self,
-        worker_spec: WorkerSpec,
+        spec: LaunchSpec,
+        rendezvous: Rendezvous,
         workers: Workers,
         stopping: Stopping,
-        environment: Callable[[dict[str, str]], dict[str, str]],
-        grace_s: float,
+        environment: MakeEnvironment,
     ) -> None:
-        super().__init__(worker_spec)
+        super().__init__(
+            WorkerSpec(
+                role="default",
+                local_world_size=spec.local_processes,
+                rdzv_handler=rendezvous,
+                entrypoint=spec.command[0],
+                max_restarts=spec.max_restarts,
+                monitor_interval=spec.monitor_interval_s,
+            )
+        )
+        self._spec = spec
+        self._rendezvous_handler = rendezvous
+        self._machines = rendezvous if isinstance(rendezvous, ElasticRendezvous) else None
         self._workers = workers
         self._stopping = stopping
         self._environment = environment
-        self._grace_s = grace_s
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
-        restarts = spec.max_restarts - self._remaining_restarts
-        if failed := self._workers.failed:
-            attempt = f"attempt {restarts + 1} of {spec.max_restarts + 1}"
-            say(f"{describe_end(failed[0])}; starting all workers again, {attempt}")
-        assert worker_group.group_rank is not None  # the rendezvous has set all three
+        attempt = self._rendezvous_handler.restarts + 1
+        if worker_group.state != WorkerState.INIT:  # a launcher that has just come back says nothing
+            failed = [worker for worker in self._workers.failed if not worker.is_asked]
+            why = describe_end(failed[0]) if failed else "another machine starts its workers again, or was lost"
+            # The number is the launch's; how many failures are allowed is each machine's.
+            limit = f" of {self._spec.max_restarts + 1}" if self._machines is None else ""
+            say(f"{why}; starting all workers again, attempt {attempt}{limit}")
+        own = self._variables(worker_group)
+        self._workers.reap(kill_leftovers=True)  # those of the attempt before
+        started = self._workers.start([self._environment(each, self._suggested()) for each in own])
+        self._raise_if_stopping()
+        return {worker.local_rank: worker.pid for worker in started}
+
+    def _variables(self, worker_group: WorkerGroup) -> list[dict[str, str]]:
+        """Each worker's place, as the rendezvous has found it."""
+        assert worker_group.group_rank is not None
         assert worker_group.master_addr is not None and worker_group.master_port is not None
         elastic = elastic_variables(
-            run_id=spec.rdzv_handler.get_run_id(),
-            restarts=restarts,
-            max_restarts=spec.max_restarts,
-            is_store_shared=spec.rdzv_handler.use_agent_store,
+            run_id=self._spec.run_id,
+            restarts=self._rendezvous_handler.restarts,
+            max_restarts=self._spec.max_restarts,
+            is_store_shared=True,
         )
-        places = [
-            worker_variables(
+        return [
+            elastic
+            | worker_variables(
                 rank=worker.global_rank,
                 local_rank=worker.local_rank,
                 world_size=worker.world_size,
-                local_world_size=spec.local_world_size,
+                local_world_size=self._spec.local_processes,
                 machine_rank=worker_group.group_rank,
                 address=worker_group.master_addr,
                 port=worker_group.master_port,
             )
             for worker in worker_group.workers
         ]
-        self._workers.reap(kill_leftovers=True)  # those of the attempt before
-        started = self._workers.start([self._environment({**place, **elastic}) for place in places])
-        self._raise_if_stopping()
-        return {worker.local_rank: worker.pid for worker in started}
+
+    def _suggested(self) -> dict[str, str]:
+        """Variables for workers that nobody has set otherwise."""
+        address = self._machines and self._machines.meeting.own_address
+        interface = interface_of(address) if address else None
+        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._raise_if_stopping()
         if failed := self._workers.failed:
+            if not self._remaining_restarts:
+                self._announce(describe_end(failed[0]))
             failures = {w.rank: ProcessFailure(w.local_rank, w.pid, w.code or 0, "") for w in failed}
             return RunResult(state=WorkerState.FAILED, failures=failures)
         if self._workers.running:
+            self._raise_if_ended()
             return RunResult(state=WorkerState.HEALTHY)
         values = {worker.global_rank: None for worker in worker_group.workers}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
@@ -205,10 +139,33 @@ class LaunchAgent(SimpleElasticAgent):
         """End all workers; the grace period of the spec counts, not torch's ``timeout``."""
         if self._stopping.signum is not None:
             self._workers.wait(
-                self._grace_s + KILL_LIMIT_S
+                self._spec.grace_period_s + KILL_LIMIT_S
             )  # they were asked, and will be killed when their time is over
         else:
-            self._workers.stop(self._grace_s)
+            self._workers.stop(self._spec.grace_period_s)
+
+    def _exit_barrier(self) -> None:
+        """Wait until the workers of all machines have finished, as long as that takes and can still happen.
+
+        torch's own waits 300 s, and then takes the store away from workers that need longer.
+        """
+        if self._machines is None:
+            return
+        self._machines.say_finished(self._store)
+        while not self._machines.have_all_finished(self._store):
+            self._raise_if_stopping()
+            if self._machines.meeting.end() or self._machines.num_nodes_waiting():
+                return  # a machine failed after this one's workers had succeeded
+            time.sleep(self._spec.monitor_interval_s)
+
+    def _announce(self, reason: str) -> None:
+        if self._machines is not None:
+            self._machines.announce_end(reason)
+
+    def _raise_if_ended(self) -> None:
+        if self._machines is not None and (reason := self._machines.end()):
+            self._machines.leave(STOPPED_LEAVE_LIMIT_S)  # now: the workers may take their time to save
+            raise EndedElsewhereError(reason)
 
     def leave(self) -> None:
         """Leave the other machines, after all of them have finished."""
@@ -217,26 +174,11 @@ class LaunchAgent(SimpleElasticAgent):
             leave_in_order(self._store, group.group_rank or 0, group.group_world_size or 1)
 
     def _raise_if_stopping(self) -> None:
-        if self._stopping.signum is not None:
-            raise StoppedBySignalError
-
-
-def make_rendezvous(spec: LaunchSpec) -> RendezvousHandler:
-    """How the machines of ``spec`` meet."""
-    if spec.num_machines == 1:
-        return LocalRendezvous(spec.address, spec.main_process_port or 0, spec.run_id)
-    host = f"[{spec.address}]" if ":" in spec.address else spec.address
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend=spec.rdzv_backend,
-            endpoint=f"{host}:{spec.main_process_port or DEFAULT_PORT}",
-            run_id=spec.run_id,
-            min_nodes=spec.num_machines,
-            max_nodes=spec.num_machines,
-            rank=spec.machine_rank,
-            timeout=spec.rdzv_timeout_s,
-        )
-    )
+        if self._stopping.signum is None:
+            return
+        if self._machines is not None and not self._machines.can_be_missed:
+            self._announce(describe_stop(self._stopping.signum, 0, 0))
+        raise StoppedBySignalError
 
 
 @contextmanager
@@ -254,34 +196,39 @@ def quiet_elastic(is_quiet: bool) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def run_elastic(
-    spec: LaunchSpec, workers: Workers, stopping: Stopping, environment: Callable[[dict[str, str]], dict[str, str]]
-) -> None:
+def run_elastic(spec: LaunchSpec, workers: Workers, stopping: Stopping, environment: MakeEnvironment) -> str | None:
     """Run ``workers`` to their end, successful, failed or stopped; they are not reaped.
 
+    Returns: why the run ended, where another machine or the way to it was the cause; else None.
     Raises: LaunchError if the machines do not meet.
     """
+
+    def raise_if_stopping() -> None:
+        if stopping.signum is not None:
+            raise StoppedBySignalError
+
+    rendezvous: Rendezvous | None = None
+    limit_s, may_return = FAILED_LEAVE_LIMIT_S, False
     with quiet_elastic(not spec.is_verbose):
         try:
-            rendezvous = make_rendezvous(spec)
-            worker_spec = WorkerSpec(
-                role="default",
-                local_world_size=spec.local_processes,
-                rdzv_handler=rendezvous,
-                entrypoint=spec.command[0],
-                max_restarts=spec.max_restarts,
-                monitor_interval=spec.monitor_interval_s,
-            )
-            agent = LaunchAgent(worker_spec, workers, stopping, environment, spec.grace_period_s)
-            agent.run()
-            rendezvous.shutdown()
-            agent.leave()
+            rendezvous = make_rendezvous(spec, raise_if_stopping)
+            result = LaunchAgent(spec, rendezvous, workers, stopping, environment).run()
+            limit_s = FAILED_LEAVE_LIMIT_S if result.is_failed() else LEAVE_LIMIT_S
         except StoppedBySignalError:
-            pass
+            limit_s = STOPPED_LEAVE_LIMIT_S
+            may_return = isinstance(rendezvous, ElasticRendezvous) and rendezvous.can_be_missed
+        except EndedElsewhereError as error:
+            return str(error)
         except (RendezvousError, DistError) as error:
+            if isinstance(rendezvous, ElasticRendezvous) and rendezvous.rank is not None:
+                return rendezvous.end() or f"the machines did not meet again within {spec.rdzv_timeout_s} s ({error})"
             place = f"{spec.address}:{spec.main_process_port or DEFAULT_PORT}"
             raise LaunchError(
                 f"{spec.num_machines} machine(s) did not meet at {place} ({spec.rdzv_backend}, "
                 f"machine_rank={spec.machine_rank}): {error}. Check that machine 0 runs, that "
                 "the address and port are its own and open, and that all machines say the same numbers"
             ) from error
+        finally:
+            if isinstance(rendezvous, ElasticRendezvous):
+                rendezvous.leave(limit_s, may_return=may_return)
+    return None

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
+from acceler8.config.environment import set_meanwhile
 from acceler8.errors import LaunchError
 from acceler8.launch.command import resolve_command
 from acceler8.launch.guardian import MARK
@@ -19,8 +20,16 @@ from acceler8.launch.report import describe_failure, describe_stop, say, show_lo
 from acceler8.launch.signals import SignalRelay
 from acceler8.launch.spec import LaunchSpec
 from acceler8.launch.stopping import Stopping
-from acceler8.launch.worker_environment import child_environment, default_threads, elastic_variables, worker_variables
+from acceler8.launch.worker_environment import (
+    MakeEnvironment,
+    child_environment,
+    default_threads,
+    elastic_variables,
+    worker_variables,
+)
 from acceler8.launch.workers import KILL_LIMIT_S, Workers
+
+RunElastic = Callable[[LaunchSpec, Workers, Stopping, MakeEnvironment], str | None]
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 
@@ -90,8 +99,8 @@ def launch(spec: LaunchSpec, *, parent: Mapping[str, str]) -> int:
         with SignalRelay(stopping.handle):
             is_success = False
             try:
-                _run(spec, workers, stopping, environment)
-                status = _report(spec, workers, stopping)
+                reason = _run(spec, workers, stopping, environment)
+                status = _report(spec, workers, stopping, reason)
                 is_success = status == 0
             finally:
                 stopping.is_returning.set()
@@ -102,8 +111,8 @@ def launch(spec: LaunchSpec, *, parent: Mapping[str, str]) -> int:
     return status
 
 
-def _environment_maker(spec: LaunchSpec, parent: Mapping[str, str]) -> Callable[[dict[str, str]], dict[str, str]]:
-    """Function from a worker's own variables to its environment."""
+def _environment_maker(spec: LaunchSpec, parent: Mapping[str, str]) -> MakeEnvironment:
+    """What makes each worker's environment."""
     added = dict(spec.environment)
     if spec.use_cpu:
         added["ACCELERATE_USE_CPU"] = "true"
@@ -114,18 +123,16 @@ def _environment_maker(spec: LaunchSpec, parent: Mapping[str, str]) -> Callable[
             f"OMP_NUM_THREADS={threads['OMP_NUM_THREADS']} for each of {spec.local_processes} processes on {cores} "
             "cores; set the variable to choose"
         )
-    return lambda own: child_environment(parent, {**added, **threads, **own})
+    return lambda own, suggested: child_environment({**suggested, **parent}, {**added, **threads, **own})
 
 
-def _run(
-    spec: LaunchSpec, workers: Workers, stopping: Stopping, environment: Callable[[dict[str, str]], dict[str, str]]
-) -> None:
-    """Start the workers and wait until all have ended, or one has failed and the others were stopped."""
+def _run(spec: LaunchSpec, workers: Workers, stopping: Stopping, environment: MakeEnvironment) -> str | None:
+    """Start the workers and wait until all have ended, or one has failed and the others were stopped.
+
+    Returns: why the run ended, where another machine was the cause; else None.
+    """
     if spec.num_processes > 1 or spec.max_restarts:
-        from acceler8.launch.agent import run_elastic
-
-        run_elastic(spec, workers, stopping, environment)
-        return
+        return load_elastic(is_quiet=not spec.is_verbose)(spec, workers, stopping, environment)
     place = worker_variables(
         rank=0,
         local_rank=0,
@@ -136,8 +143,20 @@ def _run(
         port=spec.main_process_port or _free_port(),
     )
     elastic = elastic_variables(run_id=spec.run_id, restarts=0, max_restarts=0, is_store_shared=False)
-    workers.start([environment({**place, **elastic})])
+    workers.start([environment({**place, **elastic}, {})])
     workers.wait()
+    return None
+
+
+def load_elastic(*, is_quiet: bool) -> RunElastic:
+    """``agent.run_elastic``, with torch loaded.
+
+    is_quiet: torch's C++ keeps its warnings to itself, in this process. It reads its level once, as torch is
+        loaded; where that has happened already, a store whose host is killed in the middle of an answer is heard of.
+    """
+    with set_meanwhile("TORCH_CPP_LOG_LEVEL", "ERROR") if is_quiet else nullcontext():
+        from acceler8.launch.agent import run_elastic
+    return run_elastic
 
 
 def _free_port() -> int:
@@ -147,15 +166,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _report(spec: LaunchSpec, workers: Workers, stopping: Stopping) -> int:
-    """Say how the launch ended, unless well; returns its exit status."""
+def _report(spec: LaunchSpec, workers: Workers, stopping: Stopping, reason: str | None) -> int:
+    """Say how the launch ended, unless well; returns its exit status. ``reason``: what ended it elsewhere."""
     stopping.is_returning.set()
     if stopping.signum is not None:
         say(describe_stop(stopping.signum, stopping.killed, spec.grace_period_s))
         return 128 + stopping.signum
-    failed = workers.failed
+    if reason:
+        say(reason)
+    failed = [worker for worker in workers.failed if not (reason and worker.is_asked)]
     if not failed:
-        return 0
+        return 1 if reason else 0
     if spec.log_dir is not None:
         show_log_end(workers.log_path(failed[0].rank, "stderr"))
     say(describe_failure(failed, spec.local_processes))

@@ -55,7 +55,9 @@ class LaunchSpec:
     rdzv_backend: str = "static"
     """How several machines meet: static (ranks are given) or c10d (ranks are found out)."""
     rdzv_timeout_s: int = 900
-    """Seconds to wait for the other machines."""
+    """Seconds to wait for the other machines, at the start and after a restart."""
+    lost_after_s: float = 15.0
+    """A machine whose launcher was not heard of for as many seconds is lost; the machines' clocks must agree better."""
     run_id: str = "acceler8"
     """Name of the run, the same on all machines."""
     is_quiet: bool = False
@@ -67,7 +69,7 @@ class LaunchSpec:
         """Check every field."""
         self._check_counts()
         self._check_meeting_point()
-        for name in ("monitor_interval_s", "rdzv_timeout_s"):
+        for name in ("monitor_interval_s", "rdzv_timeout_s", "lost_after_s"):
             if not getattr(self, name) > 0:
                 raise LaunchError(f"{name}={getattr(self, name)!r}; it must be above 0 seconds")
         if not self.grace_period_s >= 0:

@@ -7,11 +7,14 @@ Nothing here reads the process environment; callers pass it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from acceler8.config.variables import holds_secret, objection
 from acceler8.errors import LaunchError
 from acceler8.launch.guardian import MARK
+
+MakeEnvironment = Callable[[Mapping[str, str], Mapping[str, str]], dict[str, str]]
+"""From a worker's own variables, and those that it gets where nobody has set them, to its whole environment."""
 
 SETTINGS = ("ACCELERATE_", "ACCELER8_", "FSDP_")
 """The names of variables that carry settings start like this."""
