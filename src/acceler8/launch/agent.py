@@ -167,12 +167,6 @@ class LaunchAgent(SimpleElasticAgent):
             self._machines.leave(STOPPED_LEAVE_LIMIT_S)  # now: the workers may take their time to save
             raise EndedElsewhereError(reason)
 
-    def leave(self) -> None:
-        """Leave the other machines, after all of them have finished."""
-        group = self._worker_group
-        if group.state == WorkerState.SUCCEEDED and (group.group_world_size or 1) > 1:
-            leave_in_order(self._store, group.group_rank or 0, group.group_world_size or 1)
-
     def _raise_if_stopping(self) -> None:
         if self._stopping.signum is None:
             return
