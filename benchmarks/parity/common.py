@@ -325,7 +325,8 @@ def raw_by(
             return stack
 
         made = spread.Spread(model, args, around)
-        attach(model, made.optimizer)
+        if isinstance(made.optimizer, torch.optim.Optimizer):  # DeepSpeed's own is none
+            attach(model, made.optimizer)
         model.train()
         return Trainer(model, made.step, made.state)
 
@@ -345,7 +346,9 @@ def plugins(args: argparse.Namespace) -> dict[str, Any]:
         )
         return {"fsdp_plugin": plugin}
     if args.strategy.startswith("zero"):
-        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=spread.deepspeed_json(args))}
+        # process 0 alone makes a model to evaluate, which must not be spread over processes
+        made = DeepSpeedPlugin(hf_ds_config=spread.deepspeed_json(args), zero3_init_flag=False)
+        return {"deepspeed_plugin": made}
     return {}
 
 

@@ -137,5 +137,5 @@ class Spread:
             return self.plain.state_dict()
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = {name: safe_get_full_fp32_param(p) for name, p in self.plain.named_parameters(remove_duplicate=False)}
-        return {**dict(self.plain.named_buffers()), **masters}
+        state = self.plain.state_dict(keep_vars=True)
+        return {n: safe_get_full_fp32_param(v) if isinstance(v, nn.Parameter) else v for n, v in state.items()}

@@ -127,6 +127,13 @@ def test_verdicts(common, raw, again, ours, said):
     assert found["first_step_that_differs"] == (None if raw[0] == ours[0] else 1)
 
 
+RUNS = [
+    *(("native", "single"), ("torchao", "single"), ("torchao", "ddp"), ("torchao", "fsdp2"), ("native", "zero2")),
+    *(pytest.param("native", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2", "zero1", "zero3")),
+    *(pytest.param("torchao", name, marks=pytest.mark.slow) for name in ("zero1", "zero2", "zero3")),
+]
+
+
 def tiny(folder: Path) -> tuple[Path, Path]:
     """A BERT of one layer, and a few pairs of sentences in MRPC's form."""
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
@@ -150,8 +157,7 @@ def tiny(folder: Path) -> tuple[Path, Path]:
 
 
 @needs_transformers
-@pytest.mark.parametrize("backend", ["native", "torchao"])
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize(("backend", "strategy"), RUNS)
 def test_a_script_runs_and_finds_parity(tmp_path, backend, strategy):
     if importlib.util.find_spec(backend if backend != "native" else "torch") is None:
         pytest.skip(f"needs {backend}: pip install {backend}")
@@ -159,6 +165,8 @@ def test_a_script_runs_and_finds_parity(tmp_path, backend, strategy):
     script = PARITY / f"{BACKENDS[backend]}_raw_vs_acceler8.py"
     options = {"--model": model, "--data": data, "--steps": 3, "--batch": 4, "--json": tmp_path / "found.json"}
     options["--strategy"] = strategy
+    if strategy.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed: pip install 'acceler8[deepspeed]'")
     launch = ["-m", "acceler8", "launch", "--num_processes", "2", "--cpu"] if strategy != "single" else []
     words = [str(word) for pair in options.items() for word in pair]
     environment = {**os.environ, "PYTHONPATH": str(PARITY.parents[1] / "src"), "PYTHONWARNINGS": "ignore"}
