@@ -17,7 +17,8 @@ float8 view of what arrived; ``functional.linear`` gives its gradient the dtype 
 its storage, so codes live as long as FSDP2 keeps a weight unsharded.
 
 Never stale: codes are cast at each gather, from the shard as it then is. A shard whose amax is no longer the one that
-its scale was made from (it changed behind the last forward, and ``unshard()`` was called by hand) sends NaN.
+its scale was made from (it changed behind the last forward, and ``unshard()`` was called by hand) sends NaN: in its
+first row, or in the rows or columns concerned.
 
 ``torch.compile`` leaves these layers out, each a graph break: AOTAutograd does not know ``grad_dtype`` and would round
 the weight's gradient to FP8 (torch 2.13).
@@ -41,13 +42,14 @@ from torch.nn import functional as F
 from acceler8.errors import PlanError, VerifyError
 from acceler8.formats import FORMATS, Format, encode
 from acceler8.functional import WeightCodes
-from acceler8.kernels import Quantized, compute_amax
+from acceler8.kernels import Quantized, compute_amax, quantize
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.recipes import Recipe
 from acceler8.scaling import ROWWISE, TENSORWISE, Granularity, compute_scale
 
 # dims that an amax runs over, for each set of codes that travels: None all, 1 along rows, 0 along columns
 _CASTS: dict[Granularity, tuple[int | None, ...]] = {TENSORWISE: (None,), ROWWISE: (1, 0)}
+_NAN = 0x7F  # in E4M3 and E5M2
 _FP8_DTYPES = tuple(fmt.torch_dtype for fmt in FORMATS.values())
 
 
@@ -100,9 +102,10 @@ class GatheredCodes(WeightCodes):
 
 
 class _Scales(NamedTuple):
-    """Of all weights, flat: the amax bits that this rank contributed, and the scales of the whole weights."""
+    """Of all weights, flat: the amax bits that this rank contributed, amaxes and scales of the whole weights."""
 
     own: Tensor
+    amax: Tensor
     scale: Tensor
     scale_inv: Tensor
 
@@ -171,13 +174,36 @@ class _ShardedWeight:
         scales = self._owner.scales
         sent, scale_inv = [], []
         for dim, whole, mine in self._spans():
-            is_fresh = _amax_bits(self.local, dim) == scales.own[mine]
-            scale = torch.where(is_fresh, scales.scale[mine], torch.nan)
-            codes = encode(self.local.float() * _spread(scale, dim), self._owner.fmt).view(torch.uint8)
+            codes = self._cast_whole(mine) if dim is None else self._cast(dim, mine)
             missing = self._shard_rows - codes.shape[0]
             sent.append(F.pad(codes, (0, 0, 0, missing)) if missing else codes)
             scale_inv.append(_spread(scales.scale_inv[whole], dim))
         return tuple(sent), tuple(scale_inv)
+
+    def _cast_whole(self, mine: slice) -> Tensor:
+        """Codes of the shard, one scale for the tensor: one pass, which also finds the amax that tells it is fresh."""
+        assert self.local is not None
+        owner, scales = self._owner, self._owner.scales
+        if not self.local.numel():
+            return self.local.new_empty(self.local.shape, dtype=torch.uint8)
+        found = torch.zeros(1, dtype=torch.float32, device=self.local.device)
+        amax = scales.amax[mine]
+        amax = torch.where(amax.isfinite(), amax, owner.fmt.max)  # scale 1, as a tensor with NaN has
+        as_rows, _, _ = quantize(self.local, owner.fmt, None, TENSORWISE, pow2=owner.pow2, amax=amax, staging=found)
+        assert as_rows is not None
+        codes = as_rows.codes.view(torch.uint8)[:, : self._cols]
+        own = scales.own[mine]
+        is_fresh = (found.view(torch.int32) == own) | ~(found.isfinite() | own.view(torch.float32).isfinite())
+        codes[:1] = torch.where(is_fresh, codes[:1], _NAN)
+        return codes if codes.is_contiguous() else codes.contiguous()
+
+    def _cast(self, dim: int, mine: slice) -> Tensor:
+        """Codes of the shard, a scale for each row or column."""
+        assert self.local is not None
+        scales = self._owner.scales
+        is_fresh = _amax_bits(self.local, dim) == scales.own[mine]
+        scale = torch.where(is_fresh, scales.scale[mine], torch.nan)
+        return encode(self.local.float() * _spread(scale, dim), self._owner.fmt).view(torch.uint8)
 
     def _post_all_gather(
         self,
@@ -201,7 +227,7 @@ class Fp8AllGather:
     def __init__(self, layers: list[tuple[str, Fp8Linear]], recipe: Recipe, mesh: DeviceMesh) -> None:
         self.fmt, self.granularity = _weight_cast(recipe)
         self.casts = _CASTS[self.granularity]
-        self._pow2, self._group = recipe.pow2_scales, mesh.get_group()  # each copy of the model has all amaxes
+        self.pow2, self._group = recipe.pow2_scales, mesh.get_group()  # each copy of the model has all amaxes
         self._scales: _Scales | None = None
         self._size = 0
         self.weights: list[_ShardedWeight] = []
@@ -235,7 +261,8 @@ class Fp8AllGather:
             weight.write_amax(own)
         bits = own.clone()
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
-        self._scales = _Scales(own, *compute_scale(bits.view(torch.float32), self.fmt, pow2=self._pow2))
+        amax = bits.view(torch.float32)
+        self._scales = _Scales(own, amax, *compute_scale(amax, self.fmt, pow2=self.pow2))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.refresh()
