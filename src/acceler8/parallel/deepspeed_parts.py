@@ -53,7 +53,7 @@ class Parts:
                 _undo_first_step(given, low, high)
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """The whole weight: the FP32 master of one that is trained, else the Parameter's value."""
+        """The whole weight in FP32: the master of one that is trained, else the Parameter's value."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         if parameter.requires_grad:
@@ -61,7 +61,8 @@ class Parts:
                 return own.detach()
             if (master := safe_get_full_fp32_param(parameter)) is not None:
                 return master.detach().reshape(shape_of(parameter))
-        return self.value(parameter)
+        value = self.value(parameter)
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of the whole value that forward reads."""
