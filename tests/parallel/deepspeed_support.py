@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -172,7 +173,7 @@ class Training:
 
     def states(self) -> dict[str, Any]:
         """The optimizer's whole state."""
-        return self.accelerator.strategy.optimizer_state(self.optimizer.optimizer)
+        return copy.deepcopy(self.accelerator.strategy.optimizer_state(self.optimizer.optimizer))
 
     def load(self, weights: dict[str, Any], states: dict[str, Any]) -> None:
         """Put whole states in; of ZeRO those of process 0 count."""

@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_support import ROWS_ALONE, WIDTH, Facts, Training, loss_of, make_accelerator, make_data, make_model, message_of
+from deepspeed_support import (
+    ROWS_ALONE,
+    WIDTH,
+    Facts,
+    Training,
+    loss_of,
+    make_accelerator,
+    make_data,
+    make_model,
+    message_of,
+)
 from torch import nn
 
 import acceler8
@@ -154,6 +164,8 @@ def refusals() -> Facts:
         "optimizer alone": message_of(lambda: accelerator.prepare(optimizer)),
         "two models": message_of(lambda: accelerator.prepare(model, other, optimizer)),
     }
+    coded = acceler8.optim.AdamW(model.parameters())
+    facts["coded states"] = message_of(lambda: accelerator.prepare(model, coded))
     wrapped, stepped = accelerator.prepare(model, optimizer)
     facts["again"] = accelerator.prepare(wrapped) is wrapped and accelerator.prepare(optimizer) is stepped
     facts["second model"] = message_of(lambda: accelerator.prepare(other, of_other))
@@ -187,7 +199,9 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
         train, "zero1", "gated", engine="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}
     ),
     **{
-        f"offload-zero{stage}": partial(train, f"zero{stage}", "plain", zero={"offload_optimizer": {"device": "cpu"}, **more})
+        f"offload-zero{stage}": partial(
+            train, f"zero{stage}", "plain", zero={"offload_optimizer": {"device": "cpu"}, **more}
+        )
         for stage, more in ((2, {}), (3, {"offload_param": {"device": "cpu"}}))
     },
     **{f"save-{way}-{engine}": partial(save, way, engine) for way in WAYS for engine in ("fp32", "bf16")},

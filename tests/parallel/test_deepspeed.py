@@ -314,6 +314,7 @@ def test_each_rank_sees_its_own_data(facts):
         ("optimizer alone", "ConfigError", "got 0 models and 1 optimizers"),
         ("two models", "ConfigError", "got 2 models and 1 optimizers"),
         ("second model", "ConfigError", "prepare_model(model, evaluation_mode=True)"),
+        ("coded states", "ConfigError", "acceler8.optim.AdamW, whose states have formats"),
         ("clip value", "ConfigError", "use clip_grad_norm_"),
         ("clip early", "ConfigError", "if accelerator.sync_gradients:"),
         ("clip inf", "ConfigError", "norm_type inf"),

@@ -69,7 +69,8 @@ class Parts:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned(parameter)):
-            return parameter.detach().clone()
+            copied: Tensor = parameter.detach().clone()
+            return copied
 
     def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
         """Put a whole weight, the same on every process, into master and Parameter."""
@@ -127,6 +128,7 @@ class Parts:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         whole, flat = value.to(device=self.engine.device, dtype=torch.float32), self._flat_of(parameter)
+        assert flat is not None
         if flat is parameter or id(parameter) in self._masters:
             self.given.state[flat][key].copy_(whole)
         elif is_partitioned(parameter):
@@ -136,8 +138,9 @@ class Parts:
 
     def _trained(self) -> Iterator[tuple[nn.Parameter, int]]:
         """The trained Parameters with the numbers of their groups."""
-        groups = next(
-            (found for name in ("bit16_groups", "fp16_groups", "bf16_groups") if (found := getattr(self.owner, name, 0))),
+        names = ("bit16_groups", "fp16_groups", "bf16_groups")  # of stages 1 and 2, 0 and 3, 1 with FP32 gradients
+        groups: list[list[nn.Parameter]] = next(
+            (getattr(self.owner, name) for name in names if hasattr(self.owner, name)),
             [group["params"] for group in self.given.param_groups],
         )
         numbers = getattr(self.owner, "sub_group_to_group_id", None)
@@ -175,9 +178,7 @@ class Parts:
         elif hasattr(self.owner, "_get_norm_groups"):
             norm = combine_grad_norm_groups(self.owner._get_norm_groups())
         else:
-            squares = [
-                g.float().square().sum() for p, _ in self._trained() if (g := safe_get_full_grad(p)) is not None
-            ]
+            squares = [g.float().square().sum() for p, _ in self._trained() if (g := safe_get_full_grad(p)) is not None]
             norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=self.engine.device)
         return torch.as_tensor(norm, device=self.engine.device) / scale
 
