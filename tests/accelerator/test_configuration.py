@@ -17,7 +17,6 @@ from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, R
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.utils import (
     AORecipeKwargs,
-    DeepSpeedPlugin,
     DistributedType,
     FP8BackendType,
     FP8RecipeKwargs,
@@ -231,7 +230,6 @@ def test_a_wrong_file_is_located(tmp_path) -> None:
             {"fsdp_plugin": FullyShardedDataParallelPlugin()},
             r"Accelerator\(fsdp_plugin=\): distributed_type FSDP is not",
         ),
-        ({"deepspeed_plugin": DeepSpeedPlugin()}, "distributed_type DEEPSPEED is not in this version"),
     ],
 )
 def test_engines_are_refused_not_left_out(arguments: dict, match: str) -> None:
