@@ -14,6 +14,7 @@ TOGETHER = {
     "tests/accelerator/test_fsdp.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_processes.py": SEVERAL_PROCESSES,
     "tests/accelerator/test_resume_data.py": SEVERAL_PROCESSES,
+    "tests/accelerator/test_uneven.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_sharded.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,
