@@ -17,6 +17,7 @@ TOGETHER = {
     "tests/accelerator/test_uneven.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_sharded.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
+    "tests/checkpoint/test_zero.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,
     "tests/parallel/test_fsdp2_all_gather.py": SEVERAL_PROCESSES,
     "tests/optim/test_fsdp2.py": SEVERAL_PROCESSES,
