@@ -15,7 +15,7 @@ from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.nn import find_states
 from acceler8.optim.state import Moment, read_moment
 from acceler8.parallel import fsdp2_whole
-from acceler8.utils import FullyShardedDataParallelPlugin
+from acceler8.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 FSDP = {"shards": "SHARDED_STATE_DICT", "whole": "FULL_STATE_DICT"}
 GLOBAL_BATCH = 16  # of four processes' 4, two processes' 8
@@ -61,6 +61,10 @@ class Sharded:
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
                 fsdp_version=2, state_dict_type=FSDP[form], auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10_000
             )
+        if form.startswith("zero"):
+            section = {"stage": int(form[4:]), "stage3_param_persistence_threshold": 0}
+            config = {"zero_optimization": section, "bf16": {"enabled": False}}
+            options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
         self.accelerator = Accelerator("fp8", recipe="delayed", cpu=True, **options)
         here = self.accelerator.processes
         net = Net()
@@ -85,6 +89,8 @@ class Sharded:
     def everything(self) -> dict[str, Any]:
         """All state, whole, by name; the same in every process but for random numbers."""
         plain = plain_model(self.model)
+        if self.accelerator.strategy.is_engine:
+            return self._of_engine(plain)
         state = {name: whole(value) for name, value in plain.state_dict().items()}
         found = {
             name: {key: whole(value) for key, value in self.optimizer.optimizer.state[p].items()}
@@ -96,6 +102,18 @@ class Sharded:
             "optimizer": found,
             "groups": groups,
             "fp8": {k: v.clone() for k, v in fp8_state_dict(plain).items()} if find_states(plain) else {},
+            "steps": self.accelerator.clock.ticks,
+        }
+
+    def _of_engine(self, plain: nn.Module) -> dict[str, Any]:
+        """The same, of what the engine gives process 0; elsewhere without it."""
+        packed = self.accelerator.strategy.optimizer_state(self.optimizer.optimizer)
+        numbers = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        found = {name: packed["state"].get(numbers[id(p)], {}) for name, p in plain.named_parameters()}
+        return {
+            "model": self.accelerator.get_state_dict(self.model),
+            "optimizer": found,
+            "fp8": {k: v.clone() for k, v in fp8_state_dict(plain).items()},
             "steps": self.accelerator.clock.ticks,
         }
 

@@ -248,6 +248,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             config=self.dataloader_config,
             device=self.device if device_placement else None,
             rng_types=rng_types,
+            strategy=self.strategy.name if self.strategy.is_sharded or self.strategy.is_engine else "",
         )
         self._start_checkpoints(project_dir, project_config, deterministic)
         self._start_tracking(log_with)

@@ -119,6 +119,12 @@ class Accumulation:
                 batches.even_batches = before
 
     def _check_can_join(self, joinables: list[Any]) -> None:
+        if self.strategy.is_sharded or self.strategy.is_engine:
+            raise NotInThisVersionError(
+                f"join_uneven_inputs got uneven batches and the strategy {self.strategy.name!r}; allowed: the strategy"
+                " 'ddp', for a shard's owner cannot leave the others; keep even_batches=True, and gather_for_metrics"
+                " drops the copies, or set drop_last=True"
+            )
         models = [model for model in joinables if isinstance(model, nn.Module)]
         delayed = any(keeps_history(model) for model in models)
         if delayed or self.scaler is not None:

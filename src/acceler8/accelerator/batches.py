@@ -105,6 +105,21 @@ class ShardedBatches(Sampler[list[int]]):
             rounds += 1
         return max(rounds - self.skip, 0)
 
+    def is_even(self) -> bool:
+        """Whether the next pass gives every process as many batches as the others.
+
+        Raises: TypeError for a batch sampler without a length.
+        """
+        count, size = self.num_processes, self.batch_size
+        if count == 1 or self.even_batches or self.drop_last:
+            return True
+        if self.split_batches and size is not None:
+            tail = (len(self.sampler) - self.used_samples) % size
+            return tail == 0 or tail > size // count * (count - 1)
+        if self.used_samples and size is not None:
+            return -(-(len(self.sampler) - self.used_samples) // size) % count == 0
+        return (len(self.batch_sampler) - self.used_batches) % count == 0
+
     def __iter__(self) -> Iterator[list[int]]:
         batches = self._begin()
         if self.num_processes > 1:

@@ -61,6 +61,8 @@ class LoaderContext:
     """Where batches go; None: they stay."""
     rng_types: tuple[str, ...] = ("generator",)
     """Random states that become rank 0's on all ranks when an epoch begins."""
+    strategy: str = ""
+    """A strategy under which every process must have as many batches as the others; empty: none does."""
 
 
 class AcceleratedLoader:
@@ -157,6 +159,7 @@ class AcceleratedLoader:
         self.set_epoch(self.iteration)
         resume, self._resume = self._resume, None
         parts = self._parts(resume)
+        self._check_is_even()
         with self.gradients.loader(self._remainder()) as here:
             self._place = here
             part = next(parts, None)
@@ -176,6 +179,23 @@ class AcceleratedLoader:
                 part = following
             if not here.is_last:  # there was no batch
                 self._finish()
+
+    def _check_is_even(self) -> None:
+        """Raise ConfigError where a process would run out of batches first, and the others wait for it for ever."""
+        batches, strategy = self.batches, self.context.strategy
+        if batches is None or self.reader is not None or not strategy:
+            return
+        try:
+            if batches.is_even():
+                return
+            what = f"leave some of {batches.num_processes} processes a batch short"
+        except TypeError:
+            what = "have a length that is not known"
+        raise ConfigError(
+            f"even_batches=False got batches that {what}, and the strategy {strategy!r}, whose forward and backward are"
+            " exchanges that every process takes part in: the others would wait for ever; allowed: even_batches=True"
+            " (gather_for_metrics drops the copies), or drop_last=True"
+        )
 
     def _parts(self, resume: dict[str, Any] | None) -> Iterator[Part]:
         """This process's batches, those to skip left out."""
