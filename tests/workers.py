@@ -23,6 +23,7 @@ TOGETHER = {
     "tests/launch/test_machines.py": SEVERAL_PROCESSES,
     "tests/launch/test_training_goes_on.py": SEVERAL_PROCESSES,
     "tests/parallel/test_deepspeed.py": SEVERAL_PROCESSES,
+    "tests/parallel/test_ddp.py": SEVERAL_PROCESSES,
     "tests/parallel/test_fsdp2_all_gather.py": SEVERAL_PROCESSES,
     "tests/optim/test_fsdp2.py": SEVERAL_PROCESSES,
     "tests/backends/test_registry.py": "a package that pip installs once",

@@ -58,6 +58,10 @@ class GradientError(Acceler8Error, RuntimeError):
     """Gradients are not in the state that a step needs."""
 
 
+class ProcessesDisagreeError(Acceler8Error, RuntimeError):
+    """A collective of all processes failed; the message names what they did differently."""
+
+
 class DoubleBackwardError(Acceler8Error, RuntimeError):
     """A second derivative was asked of an FP8 layer, whose quantisation has none."""
 

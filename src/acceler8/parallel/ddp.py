@@ -8,6 +8,9 @@ scales by the amax of the global batch. They travel as integers: the bits of a n
 values are, NaN on top, while an FP32 MAX may lose a NaN. What one process saw and another did not (a branch that was
 not taken) counts for all.
 
+A process that runs other modules or another number of steps leaves the rest waiting in such a collective, or in that of
+the gradients. ``backward`` and the exchange of amaxes then name what differs; see ``disagreement``.
+
 Weights are equal on all ranks because the averaged gradients are, bit for bit, and the optimizer is deterministic.
 """
 
@@ -25,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from acceler8.nn import ModelState, find_states
+from acceler8.parallel.disagreement import explained
 from acceler8.parallel.protocol import Strategy
 from acceler8.scaling import AmaxState, StepClock
 from acceler8.scaling.delayed import STAGING
@@ -43,8 +47,14 @@ class SharedAmaxes:
     def complete(self) -> None:
         """One MAX over ranks of the staging row. Every rank comes here, for every rank's step ends here."""
         bits = self._amax.data[STAGING].abs().view(torch.int32)  # abs: a NaN of either sign is on top
-        dist.all_reduce(bits, dist.ReduceOp.MAX)
+        with explained("the exchange of amaxes", lambda: self._clock.ticks, self._done):
+            dist.all_reduce(bits, dist.ReduceOp.MAX)
         self._amax.data[STAGING].copy_(bits.view(torch.float32))
+
+    def _done(self) -> dict[str, list[str]]:
+        """Operands whose amax was staged in this step; the names of layers are in them."""
+        staged = (self._amax.data[STAGING] != 0).tolist()
+        return {"FP8 operands": [name for name, is_staged in zip(self._amax.names, staged, strict=True) if is_staged]}
 
     def remove(self) -> None:
         """Stop; ``restore`` asks for it."""
@@ -113,6 +123,19 @@ class ReplicatedProcesses(Strategy):
             if model is wrapped or model is wrapped.module:
                 return wrapped.no_sync()
         return nullcontext()
+
+    def backward(self, loss: Tensor, *, is_last: bool, **options: Any) -> None:
+        """Backward of one micro-batch. Raises ProcessesDisagreeError if the others do not come to average gradients."""
+        with explained("backward", self._step, self._done):
+            super().backward(loss, is_last=is_last, **options)
+
+    def _step(self) -> int:
+        return max((state.clock.ticks for model in self._wrapped for state in find_states(model.module)), default=0)
+
+    def _done(self) -> dict[str, list[str]]:
+        """Parameters that have a gradient by now."""
+        named = [named for model in self._wrapped for named in model.module.named_parameters()]
+        return {"parameters with a gradient": [name for name, p in named if p.grad is not None]}
 
     def agree(self, flag: Tensor) -> None:
         """A MAX over ranks, in place."""
