@@ -1,4 +1,4 @@
-"""A script as users of Accelerate have it for torchao under FSDP2 with regional compilation: only its import is another.
+"""A script as users of Accelerate have it, torchao under FSDP2 with regional compilation: only its import is another.
 
 ``fsdp_scripts.py FOLDER [code]`` trains, and the first process leaves the losses in FOLDER/losses.json. With ``code``
 the settings are objects, as in Accelerate's guide; without they come from the launch.

@@ -292,8 +292,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         """Prepare models, optimizers, DataLoaders and schedulers, in any order and in one call or several.
 
         Returns them in the order given (one object if one was given). Models come back as the same object, in several
-        processes in DistributedDataParallel, or sharded in place; an optimizer made before or after its model is prepared holds the right
-        Parameters either way. Anything else is returned unchanged. Preparing an object twice changes nothing.
+        processes in DistributedDataParallel, or sharded in place; an optimizer made before or after its model is
+        prepared holds the right Parameters either way. Anything else is returned unchanged. Preparing an object twice
+        changes nothing.
         device_placement: for each object, whether it (a loader: its batches) goes to the device; None: as the
         constructor says.
         """
