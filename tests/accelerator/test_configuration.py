@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import acceler8
 from acceler8 import backends, recipes
@@ -220,36 +219,10 @@ def test_a_wrong_file_is_located(tmp_path) -> None:
         Accelerator(cpu=True, config_file=file)
 
 
-# --- what is kept and not done
+# --- what is kept
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (
-            {"fsdp_plugin": FullyShardedDataParallelPlugin()},
-            r"Accelerator\(fsdp_plugin=\): distributed_type FSDP is not",
-        ),
-    ],
-)
-def test_engines_are_refused_not_left_out(arguments: dict, match: str) -> None:
-    accelerator = Accelerator("bf16", cpu=True, **arguments)
-    plain = model()
-    with pytest.raises(NotInThisVersionError, match=match) as error:
-        accelerator.prepare(torch.optim.SGD(plain.parameters()), plain)
-    assert isinstance(error.value, Acceler8Error)
-    assert not accelerator._optimizers  # nothing is half prepared
-    for name, value in arguments.items():
-        assert getattr(accelerator, name) is value
-
-
-def test_engines_of_the_environment_are_refused_too(monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    accelerator = Accelerator("no", cpu=True)
-    assert accelerator.distributed_type is DistributedType.FSDP
-    with pytest.raises(NotInThisVersionError, match="environment ACCELERATE_USE_FSDP"):
-        accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2))))
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+def test_a_compiler_that_is_none_changes_nothing(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     assert Accelerator("no", cpu=True, dynamo_plugin=TorchDynamoPlugin()).prepare(model()) is not None
 
