@@ -15,7 +15,7 @@ from acceler8.config.run_handlers import InitProcessGroupKwargs
 from acceler8.nn import find_states
 from acceler8.optim.state import Moment, read_moment
 from acceler8.parallel import fsdp2_whole
-from acceler8.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from acceler8.utils import AORecipeKwargs, DeepSpeedPlugin, FullyShardedDataParallelPlugin, NativeRecipeKwargs
 
 FSDP = {"shards": "SHARDED_STATE_DICT", "whole": "FULL_STATE_DICT"}
 GLOBAL_BATCH = 16  # of four processes' 4, two processes' 8
@@ -52,7 +52,9 @@ OPTIMIZERS = {
 class Sharded:
     """One process of a training in ``form``: ``shards`` or ``whole`` (of FSDP2), ``ddp`` or ``single``."""
 
-    def __init__(self, form: str, optimizer: str = "adamw", seed: int = 0, window: int = 1) -> None:
+    def __init__(
+        self, form: str, optimizer: str = "adamw", seed: int = 0, window: int = 1, gathers: str | None = None
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         short = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
@@ -65,7 +67,12 @@ class Sharded:
             section = {"stage": int(form[4:]), "stage3_param_persistence_threshold": 0}
             config = {"zero_optimization": section, "bf16": {"enabled": False}}
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-        self.accelerator = Accelerator("fp8", recipe="delayed", cpu=True, **options)
+        if gathers is None:
+            options["recipe"] = "delayed"
+        else:
+            kind = NativeRecipeKwargs if gathers == "native" else AORecipeKwargs
+            options["kwargs_handlers"].append(kind(recipe="tensorwise", enable_fsdp_float8_all_gather=True))
+        self.accelerator = Accelerator("fp8", cpu=True, **options)
         here = self.accelerator.processes
         net = Net()
         optimizer = OPTIMIZERS[optimizer](net.parameters())
