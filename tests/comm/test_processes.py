@@ -83,6 +83,12 @@ def test_ddp_trains_as_without(found, name):
         assert run["losses"] != run["plain"] or name == "small_buckets"
 
 
+def test_buckets_of_one_shape_keep_what_they_lost_apart(found):
+    for own in found:
+        assert own["residuals"] == 2
+        assert own["twins"] < 1e-5
+
+
 def test_what_one_process_overflowed_all_see(found):
     for own in found:
         assert own["not_finite"] == found[0]["not_finite"]

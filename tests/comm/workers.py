@@ -23,7 +23,7 @@ SIZES = [(3000, True), (7, False), (1000, True), (128 * 9, True), (33, False), (
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
-    for check in (all_reduce, two_levels, reduce_scatter, ddp, not_finite, fsdp2):
+    for check in (all_reduce, two_levels, reduce_scatter, ddp, twins, not_finite, fsdp2):
         found |= check()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
@@ -155,6 +155,32 @@ def ddp() -> dict[str, Any]:
             "sent": dict(reduction.sent),
         }
     return {"ddp": found}
+
+
+class Twins(nn.Module):
+    """Two layers of one shape, each a bucket, whose gradients differ by a factor of a million."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.small = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.large(x) + 1e-6 * self.small(x)
+        return found
+
+
+def twins() -> dict[str, Any]:
+    """Error feedback of each bucket is its own: gradients of the small one stay small."""
+    wrapped = DistributedDataParallel(Twins(), bucket_cap_mb=0.01)
+    reduction = GradientReduction(error_feedback=True)
+    wrapped.register_comm_hook(reduction, reduction.hook)
+    x, seen = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())), []
+    for _ in range(4):
+        wrapped(x).square().sum().backward()
+        seen.append(float(wrapped.module.small.weight.grad.abs().max() / wrapped.module.large.weight.grad.abs().max()))
+        wrapped.zero_grad()
+    return {"twins": max(seen), "residuals": len(reduction._residuals)}
 
 
 def not_finite() -> dict[str, Any]:

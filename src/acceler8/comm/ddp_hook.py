@@ -27,7 +27,8 @@ class GradientReduction:
     """FP8 all-reduce of DDP's buckets. One object a model.
 
     groups: over several machines, an inner and an outer one. error_feedback: keep what the cast of this step lost, in
-        BF16 (2 bytes a parameter), and add it in the next; a window of micro-batches is one step.
+        BF16 (2 bytes a parameter), and add it in the next; a window of micro-batches is one step. It begins with
+        nothing where DDP makes its buckets anew (behind the first step) and where a training is resumed.
     least_bytes: buckets below this travel as they are, where a second collective costs more than bytes save.
     """
 
@@ -38,7 +39,7 @@ class GradientReduction:
         self.sent: Counter[str] = Counter()
         """Bytes that this process sent in FP8 buckets (``fp8``) and in others (``plain``)."""
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
-        self._residuals: dict[tuple[Any, ...], Tensor] = {}
+        self._residuals: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -46,7 +47,9 @@ class GradientReduction:
         flat = bucket.buffer()
         if flat.device.type != "cuda":
             return _done(self._average(flat, bucket), [])
-        stream = self._streams.setdefault(flat.device, torch.cuda.Stream(flat.device))
+        stream = self._streams.get(flat.device)
+        if stream is None:
+            stream = self._streams[flat.device] = torch.cuda.Stream(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
             flat.record_stream(stream)
@@ -62,13 +65,20 @@ class GradientReduction:
         if key not in self._exchanges:
             layout = Layout.balanced(spans, self.groups.inner_size, flat.device)
             self._exchanges[key] = Exchange(layout, self.groups)
-        residual = None
-        if self.error_feedback:
-            residual = self._residuals.setdefault(key, torch.zeros_like(flat, dtype=torch.bfloat16))
         exchange = self._exchanges[key]
-        exchange.all_reduce(flat, factor, residual)
+        exchange.all_reduce(flat, factor, self._residual(flat, bucket))
         self.sent["fp8"] += exchange.bytes_sent()
         return flat
+
+    def _residual(self, flat: Tensor, bucket: GradBucket) -> Tensor | None:
+        """What the casts of this bucket's parameters have lost so far; None without error feedback."""
+        if not self.error_feedback:
+            return None
+        parameters = tuple(map(id, bucket.parameters()))
+        known = self._residuals.get(bucket.index())
+        if known is None or known[0] != parameters or known[1].device != flat.device:
+            known = self._residuals[bucket.index()] = parameters, torch.zeros_like(flat, dtype=torch.bfloat16)
+        return known[1]
 
     def _average_plain(self, flat: Tensor, factor: float) -> Tensor:
         flat.mul_(factor)

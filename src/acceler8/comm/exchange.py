@@ -57,37 +57,38 @@ class Exchange:
         self.layout, self.groups = layout, groups or Groups()
         device = layout.starts.device
         self._factors: dict[float, Tensor] = {}
-        self._outer: Layout | None = None
-        if self.groups.outer is not None:
+        self._between: Exchange | None = None
+        if self.groups.outer is not None:  # of the sums that this process makes: their blocks, then plain elements
             shape, machines = layout.shape, dist.get_world_size(self.groups.outer)
-            spans = [Span(i * BLOCK, BLOCK, True) for i in range(shape.blocks)]
-            spans += [Span(shape.blocks * BLOCK, shape.plain, False)]
-            self._outer = Layout.balanced(spans, machines, device)
+            spans = [Span(0, shape.blocks * BLOCK, True), Span(shape.blocks * BLOCK, shape.plain, False)]
+            self._between = Exchange(Layout.balanced(spans, machines, device), Groups(self.groups.outer))
+            self._starts = torch.arange(shape.blocks, device=device) * BLOCK
+            self._counts = torch.full((shape.blocks,), BLOCK, dtype=torch.int32, device=device)
 
     def all_reduce(self, flat: Tensor, factor: float, residual: Tensor | None = None) -> None:
         """``flat`` becomes the sum of all processes' times ``factor``, the same bits on each."""
         shape = self.layout.shape
         received = self._send(flat, residual)
-        message = self._combined(received, factor) if self._outer is None else self._across(received, factor)
+        message = self._combined(received, factor) if self._between is None else self._across(received, factor)
         gathered = message.new_empty(self.layout.processes, shape.size)
         _all_gather(gathered.view(-1), message, group=self.groups.inner)
         self._receive(gathered, flat)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, factor: float) -> None:
-        """``out`` becomes this process's chunk of the sum times ``factor``; ``flat`` has a chunk for each process."""
+        """``out`` becomes this process's chunk of the sum times ``factor``; ``flat`` has a chunk for each process.
+
+        The layout is a ``chunked`` one.
+        """
         shape = self.layout.shape
         received = self._send(flat, None)
-        chunk = out.numel()
         starts, counts = self.layout.starts[: shape.blocks], self.layout.counts[: shape.blocks]
         blocks.combine_into(received, shape, self._factor(factor), starts, counts, out)
         if shape.plain:
-            own = self.layout.is_plain[0]
-            out[self.layout.plain[0][own]] = (shape.plain_of(received).sum(0) * factor)[own].to(out.dtype)
-        assert chunk * self.layout.processes == flat.numel()
+            out.index_copy_(0, self.layout.plain[0], (shape.plain_of(received).sum(0) * factor).to(out.dtype))
 
     def bytes_sent(self) -> int:
         """By one process in an all-reduce: two exchanges of messages, and those between machines."""
-        between = 0 if self._outer is None else 2 * self._outer.bytes_sent()
+        between = 0 if self._between is None else self._between.bytes_sent()
         return 2 * self.layout.bytes_sent() + between
 
     def _send(self, flat: Tensor, residual: Tensor | None) -> Tensor:
@@ -110,19 +111,16 @@ class Exchange:
 
     def _across(self, received: Tensor, factor: float) -> Tensor:
         """The message of this process's share of the sum over machines."""
-        assert self._outer is not None
+        assert self._between is not None
         shape = self.layout.shape
-        sums = torch.zeros(shape.blocks * BLOCK + shape.plain, device=received.device)
-        starts = torch.arange(shape.blocks, device=received.device) * BLOCK
-        counts = torch.full((shape.blocks,), BLOCK, dtype=torch.int32, device=received.device)
-        blocks.combine_into(received, shape, self._factor(1.0), starts, counts, sums)
+        sums = torch.empty(shape.blocks * BLOCK + shape.plain, device=received.device)
+        blocks.combine_into(received, shape, self._factor(1.0), self._starts, self._counts, sums)
         if shape.plain:
             sums[shape.blocks * BLOCK :] = shape.plain_of(received).sum(0)
-        between = Exchange(self._outer, Groups(self.groups.outer))
-        between.all_reduce(sums, factor)
+        self._between.all_reduce(sums, factor)
         # what the machines agreed on is E4M3 codes times a scale, so casting it again gives these codes again
         message = received.new_empty(shape.size)
-        blocks.pack(sums, starts, counts, message.view(1, -1), shape)
+        blocks.pack(sums, self._starts, self._counts, message.view(1, -1), shape)
         if shape.plain:
             shape.plain_of(message).copy_(sums[shape.blocks * BLOCK :])
         return message
@@ -131,7 +129,8 @@ class Exchange:
         layout, shape = self.layout, self.layout.shape
         blocks.unpack(gathered, shape, layout.starts, layout.counts, flat)
         if shape.plain:
-            flat[layout.plain[layout.is_plain]] = shape.plain_of(gathered)[layout.is_plain].to(flat.dtype)
+            arrived = shape.plain_of(gathered).reshape(-1).index_select(0, layout.plain_numbers)
+            flat.index_copy_(0, layout.plain_places, arrived.to(flat.dtype))
 
     def _factor(self, value: float) -> Tensor:
         if value not in self._factors:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from acceler8.formats import BLOCK
 from acceler8.kernels.gradient_blocks import MessageShape
@@ -27,7 +28,7 @@ class Layout:
     """Which elements of a buffer are in which process's message, block by block.
 
     A block has up to 128 elements of one parameter. Messages to all processes have one shape; what fills them up are
-    blocks of no elements, and plain places that are not real.
+    blocks of no elements, and plain places of which none is real.
     """
 
     shape: MessageShape
@@ -37,45 +38,45 @@ class Layout:
     counts: Tensor
     """int32, the same shape: elements of each block, 0 to 128."""
     plain: Tensor
-    """int64 ``[processes, shape.plain]``: places of elements that travel in FP32."""
+    """int64 ``[processes, shape.plain]``: places of elements that travel in FP32; 0 where there is none."""
     is_plain: Tensor
     """bool, the same shape: whether there is such an element."""
+    plain_places: Tensor
+    """int64: ``plain`` where there is one, in order; with ``plain_numbers`` it spares a GPU the search for them."""
+    plain_numbers: Tensor
+    """int64: which of all ``processes * shape.plain`` those are."""
 
     @classmethod
     def balanced(cls, spans: Sequence[Span], processes: int, device: torch.device) -> Layout:
         """For an all-reduce: every process sums an equal share, whatever parameters that cuts."""
         starts, counts, plain = _blocks_of(spans)
-        per, per_plain = -(-len(starts) // processes), -(-len(plain) // processes)
         return cls._from(
-            [(starts[i * per : (i + 1) * per], counts[i * per : (i + 1) * per]) for i in range(processes)],
-            [plain[i * per_plain : (i + 1) * per_plain] for i in range(processes)],
-            device,
-        )
+            _rows(starts, processes), _rows(counts, processes), _rows(plain, processes),
+            _rows(torch.ones_like(plain), processes) > 0, device,
+        )  # fmt: skip
 
     @classmethod
     def chunked(cls, spans: Sequence[Span], chunk: int, processes: int, device: torch.device) -> Layout:
         """For a reduce-scatter: the buffer is one chunk of ``chunk`` elements a process, with ``spans`` in each."""
         starts, counts, plain = _blocks_of(spans)
+        first = torch.arange(processes)[:, None] * chunk
         return cls._from(
-            [([s + i * chunk for s in starts], counts) for i in range(processes)],
-            [[place + i * chunk for place in plain] for i in range(processes)],
-            device,
-        )
+            starts + first, counts.expand(processes, -1), plain + first,
+            torch.ones(processes, plain.numel(), dtype=torch.bool), device,
+        )  # fmt: skip
 
     @classmethod
-    def _from(cls, blocks: list[tuple[list[int], list[int]]], plain: list[list[int]], device: torch.device) -> Layout:
-        most, most_plain = max(len(s) for s, _ in blocks), max(map(len, plain))
-        filled = [(s + [0] * (most - len(s)), c + [0] * (most - len(c))) for s, c in blocks]
-        places = [p + [0] * (most_plain - len(p)) for p in plain]
+    def _from(cls, starts: Tensor, counts: Tensor, plain: Tensor, is_plain: Tensor, device: torch.device) -> Layout:
+        """From ``[processes, ...]`` each."""
         return cls(
-            shape=MessageShape(most, most_plain),
-            processes=len(blocks),
-            starts=torch.tensor([s for row, _ in filled for s in row], dtype=torch.int64, device=device),
-            counts=torch.tensor([c for _, row in filled for c in row], dtype=torch.int32, device=device),
-            plain=torch.tensor(places, dtype=torch.int64, device=device).view(len(blocks), most_plain),
-            is_plain=torch.tensor(
-                [[i < len(p) for i in range(most_plain)] for p in plain], dtype=torch.bool, device=device
-            ).view(len(blocks), most_plain),
+            shape=MessageShape(starts.shape[1], plain.shape[1]),
+            processes=starts.shape[0],
+            starts=starts.reshape(-1).to(device),
+            counts=counts.reshape(-1).to(device, torch.int32),
+            plain=plain.to(device),
+            is_plain=is_plain.to(device),
+            plain_places=plain[is_plain].to(device),
+            plain_numbers=is_plain.reshape(-1).nonzero().view(-1).to(device),
         )
 
     def bytes_sent(self) -> int:
@@ -83,15 +84,22 @@ class Layout:
         return self.shape.size * (self.processes - 1)
 
 
-def _blocks_of(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:
-    starts: list[int] = []
-    counts: list[int] = []
-    plain: list[int] = []
+def _rows(values: Tensor, processes: int) -> Tensor:
+    """Equal shares, one behind another, filled up with zeros."""
+    each = -(-values.numel() // processes)
+    return F.pad(values, (0, each * processes - values.numel())).view(processes, each)
+
+
+def _blocks_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
+    """``(starts, counts, plain)``: the blocks of all spans, and the places of what travels in FP32."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    starts, counts, plain = [nothing], [nothing], [nothing]
     for span in spans:
+        end = span.start + span.length
         if not span.is_coded:
-            plain += range(span.start, span.start + span.length)
+            plain.append(torch.arange(span.start, end))
             continue
-        for start in range(span.start, span.start + span.length, BLOCK):
-            starts.append(start)
-            counts.append(min(BLOCK, span.start + span.length - start))
-    return starts, counts, plain
+        first = torch.arange(span.start, end, BLOCK)
+        starts.append(first)
+        counts.append((end - first).clamp_(max=BLOCK))
+    return torch.cat(starts), torch.cat(counts), torch.cat(plain)

@@ -104,11 +104,12 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     x = as_fp32(tl.load(flat_ptr + at, mask=is_element, other=0.0))
     if RESIDUAL:
         x += as_fp32(tl.load(residual_ptr + at, mask=is_element, other=0.0))
-    scale, scale_inv = _block_scale(tl.max(magnitude_bits(x), axis=1))
+    amax_bits = tl.max(magnitude_bits(x), axis=1)
+    scale, scale_inv = _block_scale(amax_bits)
     codes = encode(x, scale[:, None], _MAX, False, HARDWARE)
     if RESIDUAL:
         left = x - decode_e4m3(codes, HARDWARE) * scale_inv[:, None]
-        left = tl.where(magnitude_bits(left) < 0x7F800000, left, 0.0)
+        left = tl.where((amax_bits < 0x7F800000)[:, None], left, 0.0)
         tl.store(residual_ptr + at, rounded_to(left, residual_ptr.dtype.element_ty), mask=is_element)
     codes_at, scale_at = _place(message_ptr, number, per_message, size, BLOCK)
     tl.store(codes_at[:, None] + lane[None, :], codes, mask=inside[:, None])
@@ -197,7 +198,7 @@ def pack_ref(
     codes, scale_inv = encode_blocks(x, E4M3_BLOCK)
     if residual is not None:
         left = x - decode_blocks(codes, scale_inv, E4M3_BLOCK)
-        left = torch.where(left.isfinite(), left, 0.0)
+        left = torch.where(x.isfinite().all(1, keepdim=True), left, 0.0)
         residual[places[is_element]] = left[is_element].to(residual.dtype)
     per = shape.blocks
     shape.codes(messages).copy_(codes.view(torch.uint8).view(-1, per, BLOCK))
