@@ -169,4 +169,6 @@ def test_a_layout_covers_each_element_once():
             seen[start : start + count] += 1
         seen.scatter_add_(0, layout.plain[layout.is_plain], torch.ones(int(layout.is_plain.sum()), dtype=torch.int64))
         assert torch.equal(seen, torch.ones(566, dtype=torch.int64))
+        assert layout.plain_places.numel() == 7 + 130
+        assert torch.equal(layout.plain.reshape(-1)[layout.plain_numbers], layout.plain_places)
         assert layout.shape.size % 16 == 0
