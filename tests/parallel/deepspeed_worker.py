@@ -1,4 +1,4 @@
-"""One rank of the DeepSpeed tests: ``deepspeed_worker.py RANK RANKS FOLDER SCENARIO...`` writes FOLDER/SCENARIO.RANK.pt.
+"""One rank of the DeepSpeed tests: ``deepspeed_worker.py RANK RANKS FOLDER SCENARIO...``, to FOLDER/SCENARIO.RANK.pt.
 
 A scenario gives back what happened, as plain tensors and numbers; what should have happened is for the tests to say.
 One thread, so that sums run in one order.

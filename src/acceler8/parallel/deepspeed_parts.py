@@ -59,7 +59,8 @@ class Parts:
         if parameter.requires_grad:
             if (own := self._masters.get(id(parameter))) is not None:
                 return own.detach()
-            if (master := safe_get_full_fp32_param(parameter)) is not None:
+            master: Tensor | None = safe_get_full_fp32_param(parameter)
+            if master is not None:
                 return master.detach().reshape(shape_of(parameter))
         value = self.value(parameter)
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
