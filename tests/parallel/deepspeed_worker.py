@@ -1,4 +1,4 @@
-"""One rank of the DeepSpeed tests: ``deepspeed_worker.py RANK RANKS FOLDER SCENARIO...``, FOLDER/SCENARIO.RANK.pt.
+"""One rank of the DeepSpeed tests: ``deepspeed_worker.py RANK RANKS FOLDER SCENARIO...``, to FOLDER/SCENARIO.RANK.pt.
 
 A scenario gives back what happened, as plain tensors and numbers; what should have happened is for the tests to say.
 One thread, so that sums run in one order.
@@ -58,6 +58,17 @@ def verified(training: Training, kind: str, **options: Any) -> dict[str, str]:
     return acceler8.verify(training.model, training.optimizer, step=step, ignore=ignore, **options).checks
 
 
+def recipes(way: str) -> Facts:
+    """The losses of one training in each recipe that has no scenario of its own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    facts: Facts = {}
+    for recipe in ("tensorwise", "blockwise", "mxfp8", "activations_only", "torchao tensorwise"):
+        backend = {"backend": "AO"} if recipe.startswith("torchao") else {}
+        training = Training(make_accelerator(way, recipe=recipe.split()[-1], **backend), "gated")
+        facts[recipe] = training.run(make_data("gated", ranks), rank)
+    return facts
+
+
 def save(way: str, engine: str, kind: str = "plain") -> Facts:
     """Three steps, whole states, and three steps more."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -95,6 +106,29 @@ def discard(way: str) -> Facts:
                 training.optimizer.zero_grad()
         facts[name] = (training.run(data[2:], rank), training.weights())
     return facts
+
+
+def two_losses(way: str) -> Facts:
+    """A step on two losses, each with a backward of its own: by ``no_sync``, and without."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    training = Training(make_accelerator(way, recipe=ROWS_ALONE), "plain")
+    accelerator, (first, second, *_) = training.accelerator, make_data("plain", ranks)
+    accelerator.gradient_accumulation_steps = 1
+    with accelerator.no_sync(training.model):
+        accelerator.backward(loss_of(training.model, *first[rank]))
+    accelerator.backward(loss_of(training.model, *second[rank]))
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    facts: Facts = {"weights": training.weights()}
+    accelerator.backward(loss_of(training.model, *first[rank]))
+    facts["again"] = message_of(lambda: accelerator.backward(loss_of(training.model, *second[rank])))
+    training.optimizer.zero_grad()
+    facts["uneven"] = message_of(
+        lambda: accelerator.join_uneven_inputs([training.model], even_batches=False).__enter__()
+    )
+    facts["precision"] = message_of(lambda: setattr(accelerator, "mixed_precision", "bf16"))
+    accelerator.free_memory()
+    return facts | {"second": Training(accelerator, "plain").run(make_data("plain", ranks)[:2], rank)["losses"]}
 
 
 def evaluation(way: str) -> Facts:
@@ -211,7 +245,9 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
         for other in (*WAYS, "four")
     },
     **{f"discard-{way}": partial(discard, way) for way in WAYS},
+    **{f"two-losses-{way}": partial(two_losses, way) for way in WAYS},
     **{f"evaluation-{way}": partial(evaluation, way) for way in WAYS},
+    **{f"recipes-{way}": partial(recipes, way) for way in WAYS},
     "parts": parts,
     "stale": stale,
     "refusals": refusals,

@@ -46,8 +46,11 @@ SCENARIOS = (
     "resume-zero2-from-save-four",
     "discard-zero2",
     "discard-zero3",
+    *(f"two-losses-{way}" for way in ("ddp", *ONE_STAGE)),
     "evaluation-zero2",
     "evaluation-zero3",
+    "recipes-ddp",
+    "recipes-zero3",
     "parts",
     "stale",
     "refusals",
@@ -75,10 +78,10 @@ def run_ranks(folder: Path, ranks: int, scenarios: tuple[str, ...]) -> None:
         )
         for rank, log in enumerate(logs)
     ]
-    end = time.monotonic() + 400
+    end = time.monotonic() + 600
     try:
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            assert time.monotonic() < end, "the ranks did not end in 400 s"
+            assert time.monotonic() < end, "the ranks did not end in 600 s"
             time.sleep(0.05)
     finally:
         for process in processes:
@@ -150,6 +153,14 @@ def test_zero_with_fp32_weights_computes_what_ddp_computes(facts, kind, way):
     assert min(facts[f"{kind}-ddp"][0]["norms"]) > 0.2, "nothing was clipped"
     assert_near(facts[f"{kind}-{way}"][0]["weights"], facts[f"{kind}-ddp"][0]["weights"], atol=near)
     assert facts[f"{kind}-{way}"][1]["weights"].keys() == (set() if way != "zero0" else expected["weights"].keys())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "activations_only", "torchao tensorwise"])
+def test_every_recipe_runs_in_the_engine(facts, recipe):
+    """As above; of scales that span a tensor one ulp of a gradient may move a code, and a loss by 1e-4."""
+    for got, expected in zip(facts["recipes-zero3"], facts["recipes-ddp"], strict=True):
+        assert got[recipe]["losses"] == pytest.approx(expected[recipe]["losses"], rel=2e-4)
+    assert len({tuple(run["losses"]) for run in facts["recipes-ddp"][0].values()}) == 5, "recipes make no difference"
 
 
 @pytest.mark.parametrize("kind", ["plain", "llama"])
@@ -262,6 +273,23 @@ def test_zero_grad_drops_what_was_not_stepped_on(facts, way):
         assert same(got["with"][1], got["without"][1])
 
 
+@pytest.mark.parametrize("way", ONE_STAGE)
+def test_two_losses_of_a_step_add_up_or_raise(facts, way):
+    """Without ``no_sync`` ZeRO-1 and 2 would step on the second loss alone."""
+    for got, expected in zip(facts[f"two-losses-{way}"], facts["two-losses-ddp"], strict=True):
+        if got["weights"]:
+            assert_near(got["weights"], expected["weights"], atol=1e-6)
+        lost = "GradientError: backward was called again before optimizer.step(); allowed under ZeRO"
+        assert got["again"].startswith(lost if way != "zero3" else "nothing was raised")
+
+
+def test_what_else_an_accelerator_says_under_deepspeed(facts):
+    for got, alone_of_rank in zip(facts["two-losses-zero2"], facts["plain-zero2"], strict=True):
+        assert got["uneven"].startswith("NotInThisVersionError: join_uneven_inputs got uneven batches under DeepSpeed")
+        assert got["precision"].startswith("ConfigError: mixed_precision was set to 'bf16' under DeepSpeed")
+        assert got["second"][0] == alone_of_rank["losses"][0]  # after free_memory another training begins
+
+
 def test_evaluation_and_generation_under_zero3(facts):
     for got, expected in zip(facts["evaluation-zero3"], facts["evaluation-zero2"], strict=True):
         assert got["type"] == "LlamaForCausalLM"
@@ -331,3 +359,50 @@ def test_what_deepspeed_cannot_do_is_refused(facts, case, error, says):
         assert got["again"]
         assert got[case].startswith(f"{error}: "), got[case]
         assert says in got[case]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from acceler8 import Accelerator
+
+accelerator = Accelerator()
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 48))
+optimizer = torch.optim.AdamW(model.parameters())
+samples = torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randn(32, 48))
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, batch_size=8))
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+plugin = accelerator.deepspeed_plugin
+print(
+    *("trained", accelerator.distributed_type, accelerator.num_processes, accelerator.process_index),
+    *(type(model).__name__, plugin.zero_stage, plugin.deepspeed_config["train_micro_batch_size_per_gpu"]),
+    *(plugin.deepspeed_config["gradient_accumulation_steps"], plugin.deepspeed_config["gradient_clipping"]),
+    *(len(accelerator.plan.fp8_names), next(model.parameters()).dtype),
+    flush=True,
+)
+accelerator.end_training()
+"""
+
+
+def test_a_launch_on_the_cpu_trains_with_deepspeed(tmp_path: Path):
+    """Accelerate leaves DeepSpeed out there, and trains each process alone, without a word."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    flags = "--use_deepspeed --zero_stage 3 --use_cpu --num_processes 2 --mixed_precision fp8"
+    more = "--gradient_accumulation_steps 2 --gradient_clipping 1.0"
+    command = [sys.executable, "-m", "acceler8", "launch", *flags.split(), *more.split(), str(script)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = sorted(line.split("trained ")[1] for line in done.stdout.splitlines() if "trained " in line)
+    assert said == [f"DEEPSPEED 2 {rank} DeepSpeedEngine 3 8 2 1.0 2 torch.bfloat16" for rank in (0, 1)]

@@ -37,7 +37,7 @@ from acceler8.accelerator.backend_settings import filter_of, options_of
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
 from acceler8.accelerator.compile import compile_model, is_compiled
-from acceler8.accelerator.deepspeed_settings import precision_of_file, steps_of_file
+from acceler8.accelerator.deepspeed_settings import plugin_of, precision_of_file, steps_of_file
 from acceler8.accelerator.loader import RNG_TYPES, AcceleratedLoader, LoaderContext, prepare_loader
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
@@ -83,7 +83,7 @@ from acceler8.errors import (
     unknown_name,
 )
 from acceler8.nn import find_states
-from acceler8.parallel import Strategy
+from acceler8.parallel import DeepSpeedProcesses, Strategy
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes import get as recipe_named
 from acceler8.recipes import names as recipe_names
@@ -118,7 +118,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
     config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
     dynamo_plugin (or dynamo_backend): ``prepare`` compiles models in place, whole or (use_regional_compilation) each of
         their repeated blocks. fsdp_plugin: several processes each hold a shard (docs/parallel.md). deepspeed_plugin:
-        kept; ``prepare`` refuses it, which this version cannot do yet.
+        DeepSpeed's ZeRO (docs/deepspeed.md).
     project_dir, project_config: where checkpoints go, and how they are named; ``save_state`` says more.
     log_with: where ``log`` reports to beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
         ``jsonl``, ``all``, a ``GeneralTracker``, or a list of them.
@@ -240,6 +240,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self.strategy: Strategy = make_strategy(
             self.effective, self.processes, self.ddp_handler, self.fsdp_plugin, self.deepspeed_plugin
         )
+        if isinstance(self.strategy, DeepSpeedProcesses):
+            self.deepspeed_plugin = plugin_of(self.effective, deepspeed_plugin, self.strategy)
         self._check_backend_runs_there()
         self.scaler = self._loss_scaler()
         self._loader_context = LoaderContext(

@@ -89,6 +89,15 @@ def own_config(effective: Effective, plugin: DeepSpeedPlugin | None) -> tuple[di
     return _from_settings(effective), str(effective.source("distributed_type"))
 
 
+def plugin_of(effective: Effective, given: DeepSpeedPlugin | None, strategy: DeepSpeedProcesses) -> DeepSpeedPlugin:
+    """The plugin of the script, or one that says what other routes do; its ``deepspeed_config`` is the strategy's."""
+    if given is None:
+        asked = {name: effective[path] for name, path in DeepSpeedPlugin.PATHS.items() if path.startswith(_SECTION)}
+        given = DeepSpeedPlugin(**{name: value for name, value in asked.items() if value is not None})
+    given.deepspeed_config = strategy.config
+    return given
+
+
 def steps_of_file(effective: Effective, plugin: DeepSpeedPlugin | None) -> int | None:
     """Micro-batches of a step that DeepSpeed's own JSON names; None if none does."""
     if effective["distributed_type"] != "DEEPSPEED":

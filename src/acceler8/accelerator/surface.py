@@ -116,6 +116,12 @@ class Surface:
                     f"mixed_precision was set to 'fp8' on an Accelerator made for {before!r}; allowed: no, fp16, bf16;"
                     " write Accelerator(mixed_precision='fp8'), which picks recipe and backend"
                 )
+            strategy = self.__dict__.get("strategy")
+            if strategy is not None and strategy.name == "deepspeed":
+                raise ConfigError(
+                    f"mixed_precision was set to {word!r} under DeepSpeed, whose configuration was made for {before!r};"
+                    f" write Accelerator(mixed_precision={word!r})"
+                )
             if self._models or self._optimizers:
                 raise ConfigError(
                     f"mixed_precision was set to {word!r} after prepare, which used {before!r}; set it before, or in"
@@ -293,6 +299,7 @@ class Surface:
         del objects
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
+        self.strategy.free()
         clock, self.clock = self.clock, StepClock()  # a clock holds those that it calls
         self.clock.ticks = clock.ticks
         self.gradients.micro_batch, self.gradients.sync_gradients = 0, True

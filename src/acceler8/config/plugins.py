@@ -301,6 +301,8 @@ class DeepSpeedPlugin(Plugin):
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
+        self.deepspeed_config: dict[str, Any] = {}
+        """DeepSpeed's own configuration, once an Accelerator has this plugin; a script may change it before prepare."""
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             if getattr(self, name) == "auto":
                 setattr(self, name, None)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acceler8.errors import ConfigError, MissingLibraryError
+from acceler8.errors import ConfigError, GradientError, MissingLibraryError
 from acceler8.nn import find_states
 from acceler8.optim import StateFormatsOptimizer
 from acceler8.parallel.ddp import share_amaxes
@@ -87,6 +87,8 @@ class DeepSpeedProcesses(Strategy):
         super().__init__(device)
         self.process_index, self.num_processes = process_index, num_processes
         self.config, self.where, self._leaf_classes = dict(config), where, tuple(leaf_classes)
+        """``config`` becomes what DeepSpeed was told once the engine runs; a script may write into it before."""
+        self._clip: Any = None
         self.stage = stage_of(config)
         self.name = f"zero{self.stage}"
         self.is_sharded = self.stage > 0
@@ -99,6 +101,7 @@ class DeepSpeedProcesses(Strategy):
         self._given: Optimizer | None = None
         self._optimizer: ZeroOptimizer | None = None
         self._batch_size: int | None = None
+        self._holds = 0
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -171,8 +174,11 @@ class DeepSpeedProcesses(Strategy):
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if self.stage == 3:
             self._set_leaves(model)
-        config = fill(self.config, self._known_values(model), self.where)
-        self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self._clip = value_at(self.config, CLIPPING)
+        filled = fill(self.config, self._known_values(model), self.where)
+        self.config.clear()
+        self.config.update(filled)
+        self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=dict(filled))
         self._given, self._parts = optimizer, Parts(self.engine, optimizer)
         self._optimizer = make_optimizer(self._parts, groups)
         names = dict(model.named_parameters(remove_duplicate=False))
@@ -213,19 +219,45 @@ class DeepSpeedProcesses(Strategy):
         found: nn.Module = model.module if self.engine is not None and model is self.engine else model
         return found
 
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, no backward ends a step. Stages 2 and 3 exchange gradients all the same: they keep parts only."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
     def backward(self, loss: Tensor, *, is_last: bool, **options: Any) -> None:
-        """The engine's backward; the loss is divided already, and scaled by the engine under FP16."""
+        """The engine's backward; the loss is divided already, and scaled by the engine under FP16.
+
+        Raises: GradientError behind a backward that completed a step which was not taken: stages 1 and 2 would forget
+            that one's gradients.
+        """
+        optimizer, is_last = self._optimizer, is_last and not self._holds
+        assert optimizer is not None
+        if optimizer.is_complete and self.stage in (1, 2):
+            raise GradientError(
+                f"backward was called again before optimizer.step(); allowed under ZeRO-{self.stage}, which would"
+                " forget the first one's gradients: one backward that completes a step; add the losses, or run all but"
+                " the last backward under accelerator.no_sync(model) or accumulate"
+            )
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss, scale_wrt_gas=False, **options)
-        assert self._optimizer is not None
-        self._optimizer.note_backward(is_last)
+        optimizer.note_backward(is_last)
+
+    def free(self) -> None:
+        """Let go of the engine: another model may come."""
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = self._optimizer = self._given = None
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Have the engine clip in this step; returns the norm. All parameters of the model count, whichever are given.
 
         Raises: ConfigError for another norm than the 2-norm, and where DeepSpeed's configuration says another limit.
         """
-        said = value_at(self.config, CLIPPING)
+        said = self._clip
         if said not in (None, "auto", 0, 0.0) and float(said) != float(max_norm):
             raise ConfigError(
                 f"clip_grad_norm_ got max_norm {max_norm} and {self.where} {CLIPPING} {said}; allowed: the same number,"

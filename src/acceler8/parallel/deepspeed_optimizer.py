@@ -64,11 +64,11 @@ class ZeroOptimizer(Optimizer):
         views = zip(parts.given.param_groups, [params for params in groups if params], strict=True)
         self.param_groups = [GroupView(group, params) for group, params in views]  # type: ignore[misc]
         self._clip = float(parts.engine.gradient_clipping() or 0.0)
-        self._has_gradients = self._is_complete = False
+        self._has_gradients = self.is_complete = False
 
     def note_backward(self, is_last: bool) -> None:
         """A backward has run; ``is_last``: gradients are exchanged and a step may follow."""
-        self._has_gradients, self._is_complete = True, is_last
+        self._has_gradients, self.is_complete = True, is_last
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step: clip, update the masters, gather the weights, clear gradients."""
@@ -76,7 +76,7 @@ class ZeroOptimizer(Optimizer):
             raise ConfigError("optimizer.step got a closure; allowed under DeepSpeed: None; run backward before step")
         self.parts.engine.step()
         self.parts.set_clip(self._clip)
-        self._has_gradients = self._is_complete = False
+        self._has_gradients = self.is_complete = False
 
     @property
     def step_was_skipped(self) -> bool:
@@ -87,11 +87,11 @@ class ZeroOptimizer(Optimizer):
         """Clear gradients; behind a step there are none."""
         if self._has_gradients:
             self.parts.forget_gradients()
-            self._has_gradients = self._is_complete = False
+            self._has_gradients = self.is_complete = False
 
     def clip(self, max_norm: float) -> Tensor:
         """Have the next step clip to this norm; returns the norm as it is. Raises: ConfigError before all is added."""
-        if not self._is_complete:
+        if not self.is_complete:
             raise ConfigError(
                 "clip_grad_norm_ was called where no step is complete; allowed under DeepSpeed: behind the backward"
                 " that completes one; guard it with `if accelerator.sync_gradients:`"

@@ -74,6 +74,9 @@ class Strategy:
         """The optimizer to step in the place of ``optimizer``; it holds the models' Parameters as they now are."""
         return optimizer
 
+    def free(self) -> None:
+        """Forget the models and optimizers that were wrapped."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model behind what ``wrap`` put around it; a model that was not wrapped, as it is."""
         return model
