@@ -15,7 +15,7 @@ from tests.launch.support import SOURCE, free_port, wait_until
 HOST = """
 import sys, time
 from acceler8.launch.meeting import Meeting
-Meeting("127.0.0.1", int(sys.argv[1]), is_host=True, timeout_s=30)
+meeting = Meeting("127.0.0.1", int(sys.argv[1]), is_host=True, timeout_s=30)
 time.sleep(600)
 """
 

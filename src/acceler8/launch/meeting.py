@@ -199,15 +199,17 @@ class Meeting:
 
     def leave(self, attempt: int, rank: int, machines: int, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Leave, as number ``rank`` of ``machines``; the host waits for the others, at most ``limit_s``."""
-        if self.is_lost():
-            return
-        if not self.is_host:
-            self.store.set(f"{LEFT}/{attempt}/{rank}", "")
-        elif machines > 1:
-            others = [f"{LEFT}/{attempt}/{other}" for other in range(machines) if other != rank]
-            deadline = time.monotonic() + limit_s  # a machine that died will not say anything
-            while not self.store.check(others) and time.monotonic() < deadline:
-                time.sleep(POLL_S)  # the store's own wait would print warnings at the end of its time
+        if not self.is_lost():
+            self._say_goodbye(attempt, rank, machines, limit_s)
         self._has_left = True
         if self._watched is not None:
             self._watched.close()
+
+    def _say_goodbye(self, attempt: int, rank: int, machines: int, limit_s: float) -> None:
+        if not self.is_host:
+            self.store.set(f"{LEFT}/{attempt}/{rank}", "")
+            return
+        others = [f"{LEFT}/{attempt}/{other}" for other in range(machines) if other != rank]
+        deadline = time.monotonic() + limit_s  # a machine that died will not say anything
+        while others and not self.store.check(others) and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # the store's own wait would print warnings at the end of its time
