@@ -61,8 +61,8 @@ _DIFFERENT = {
     "on_main_process": "`function` is required",
     "on_process": "without a `process_index` raises ConfigError",
     "parallelism_config": "None always",
-    "prepare": "models are the same objects, converted, and compiled in place if a compiler is configured; FSDP and"
-    " DeepSpeed that are configured raise NotInThisVersionError",
+    "prepare": "models are the same objects, converted, and compiled in place if a compiler is configured; FSDP"
+    " puts new Parameters into them; DeepSpeed that is configured raises NotInThisVersionError",
     "prepare_data_loader": "`slice_fn_for_dispatch` raises NotInThisVersionError",
     "prepare_model": "`evaluation_mode` leaves FP8 out, and the model out of checkpoints",
     "reduce": "`scale` other than 1 raises ConfigError; `max` is a reduction more",
@@ -94,7 +94,7 @@ _ARGUMENTS: Mapping[str, tuple[str, str]] = {
     "cpu": (SUPPORTED, ""),
     "dataloader_config": (SUPPORTED, ""),
     "deepspeed_plugin": (DIFFERS, "one plugin, read and kept; `prepare` raises NotInThisVersionError"),
-    "fsdp_plugin": (DIFFERS, "read and kept; `prepare` raises NotInThisVersionError"),
+    "fsdp_plugin": (DIFFERS, "version 1 is run by FSDP2 too; what becomes of each field: docs/parallel.md"),
     "rng_types": (DIFFERS, "of `generator`, `torch`, `cuda`; default `generator`"),
     "log_with": (
         DIFFERS,

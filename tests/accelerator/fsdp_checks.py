@@ -22,7 +22,7 @@ from acceler8.nn import find_states, fp8_layers
 from acceler8.optim import AdamW
 from acceler8.parallel import ShardedProcesses
 from acceler8.parallel.activation_checkpoint import CheckpointedForward
-from acceler8.utils import FullyShardedDataParallelPlugin, NativeRecipeKwargs, TorchDynamoPlugin
+from acceler8.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, NativeRecipeKwargs, TorchDynamoPlugin
 from tests.accelerator.fsdp_support import (
     ROWS,
     Block,
@@ -137,6 +137,17 @@ def loaded_in_first() -> None:
         assert tied.head is model.head
         assert all(not t.is_meta for t in (*model.parameters(), *model.buffers()))
         assert all(not state.amax.data.is_meta for state in find_states(model) if state.amax is not None)
+    for gathers in (False, True):  # torchao's subclass is around shards that were filled in
+        own = AORecipeKwargs(recipe="tensorwise", enable_fsdp_float8_all_gather=gathers)
+        sharding = in_fp32(cpu_ram_efficient_loading=True)
+        accelerator = Accelerator("fp8", kwargs_handlers=[own], cpu=True, fsdp_plugin=sharding)
+        model = Model(seed=1 + rank())
+        optimizer = make_optimizer(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        local = model.blocks[0].up.weight._local_tensor
+        assert (type(local) is not Tensor) is gathers
+        assert_same(parameters(model), dict(Model().named_parameters()))
+        assert not accelerator.strategy._replaced.stale(optimizer.optimizer)
 
 
 def recomputed() -> None:

@@ -14,9 +14,15 @@ import torch.distributed as dist
 
 from acceler8 import Accelerator
 from acceler8.utils import InitProcessGroupKwargs
-from tests.accelerator import fsdp_checks, fsdp_training
+from tests.accelerator import fsdp_checks, fsdp_models, fsdp_training
 
-SCENARIOS = {**fsdp_checks.SCENARIOS, **fsdp_checks.OF_FOUR, **fsdp_checks.COMPILED, **fsdp_training.SCENARIOS}
+SCENARIOS = {
+    **fsdp_checks.SCENARIOS,
+    **fsdp_checks.OF_FOUR,
+    **fsdp_checks.COMPILED,
+    **fsdp_models.SCENARIOS,
+    **fsdp_training.SCENARIOS,
+}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -227,10 +227,6 @@ def test_a_wrong_file_is_located(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (
-            {"fsdp_plugin": FullyShardedDataParallelPlugin()},
-            r"Accelerator\(fsdp_plugin=\): distributed_type FSDP is not",
-        ),
         ({"deepspeed_plugin": DeepSpeedPlugin()}, "distributed_type DEEPSPEED is not in this version"),
     ],
 )
@@ -246,12 +242,12 @@ def test_engines_are_refused_not_left_out(arguments: dict, match: str) -> None:
 
 
 def test_engines_of_the_environment_are_refused_too(monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     accelerator = Accelerator("no", cpu=True)
-    assert accelerator.distributed_type is DistributedType.FSDP
-    with pytest.raises(NotInThisVersionError, match="environment ACCELERATE_USE_FSDP"):
+    assert accelerator.distributed_type is DistributedType.DEEPSPEED
+    with pytest.raises(NotInThisVersionError, match="environment ACCELERATE_USE_DEEPSPEED"):
         accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2))))
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     assert Accelerator("no", cpu=True, dynamo_plugin=TorchDynamoPlugin()).prepare(model()) is not None
 

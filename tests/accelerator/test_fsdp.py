@@ -5,6 +5,7 @@ The processes run once, in ``fsdp_worker.py``. Each test reads what a scenario g
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -20,13 +21,14 @@ import torch.distributed as dist
 
 from tests.accelerator.fsdp_checks import COMPILED, OF_FOUR
 from tests.accelerator.fsdp_checks import SCENARIOS as CHECKS
+from tests.accelerator.fsdp_models import SCENARIOS as MODELS
 from tests.accelerator.fsdp_support import STEPS
 from tests.accelerator.fsdp_training import ALONE, EQUAL
 from tests.accelerator.fsdp_training import SCENARIOS as TRAINING
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("fsdp_worker.py")
-LIMIT_S = 240
+LIMIT_S = 480
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
@@ -110,6 +112,57 @@ def test_compiled_blocks(tmp_path):
     for rank in range(2):
         for check in COMPILED:
             load(tmp_path / "two", check, rank)
+
+
+@pytest.mark.slow
+def test_models_of_transformers_and_peft(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    finish(start(tmp_path / "two", 2, [*MODELS]))
+    for rank in range(2):
+        for check in MODELS:
+            load(tmp_path / "two", check, rank)
+
+
+YAML = """
+distributed_type: FSDP
+use_cpu: true
+num_processes: 2
+mixed_precision: fp8
+fp8_config: {backend: AO, enable_fsdp_float8_all_gather: true}
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_cpu_ram_efficient_loading: false
+dynamo_config:
+  dynamo_backend: AOT_EAGER
+  dynamo_use_regional_compilation: true
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["code", "file"])
+def test_the_torchao_script_of_accelerates_guide(tmp_path, route):
+    """torchao, FSDP2 and regional compilation, by objects and by a file: one script whose import is acceler8's."""
+    pytest.importorskip("transformers")
+    (tmp_path / "run.yaml").write_text(YAML if route == "file" else "use_cpu: true\ndistributed_type: MULTI_CPU\n")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "ACCELER8_", "FSDP_"))}
+    env = {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    words = ["--config_file", str(tmp_path / "run.yaml"), "--num_processes", "2"]
+    script = [str(Path(__file__).with_name("fsdp_scripts.py")), str(tmp_path), *(["code"] if route == "code" else [])]
+    ran = subprocess.run(
+        [sys.executable, "-m", "acceler8", "launch", *words, *script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    facts = json.loads((tmp_path / "losses.json").read_text())
+    assert (facts["fsdp2"], facts["type"]) == (True, "FSDP")
+    assert facts["wrapped"] == "WeightWithDynamicFloat8CastTensor"
+    assert facts["losses"][3] < facts["losses"][0]
 
 
 @pytest.mark.slow

@@ -235,8 +235,8 @@ def test_settings_that_it_lacks_are_refused():
         acceler8.plan(Net(), recipes.get("tensorwise", formats="E5M2"), "torchao")
     with pytest.raises(PlanError, match="save_for_backward is fp8_compressed"):
         acceler8.plan(Net(), "tensorwise", "torchao", save_for_backward="fp8_compressed")
-    with pytest.raises(PlanError, match="does not run recipe rowwise under fsdp2"):
-        acceler8.plan(Net(), "rowwise", "torchao", strategy="fsdp2")
+    with pytest.raises(PlanError, match="does not run recipe rowwise under deepspeed"):
+        acceler8.plan(Net(), "rowwise", "torchao", strategy="deepspeed")
     with pytest.raises(RecipeError, match="unknown recipe 'rowwize'; did you mean 'rowwise'"):
         acceler8.plan(Net(), "rowwize", "torchao")
 

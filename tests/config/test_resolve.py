@@ -101,11 +101,6 @@ WRONG = [
     ([*FSDP2, "fsdp_forward_prefetch=true"], "fsdp_forward_prefetch", "fsdp_version"),
     ([*FSDP2, "fsdp_activation_checkpointing_offload=true"], "fsdp_activation_checkpointing_offload", "fsdp_version"),
     ([*FSDP1, "fsdp_sync_module_states=no", "fsdp_cpu_ram_efficient_loading=yes"], "fsdp_sync_module_states", "start"),
-    (
-        [*FSDP2, "mixed_precision=fp8", "backend=ao", "fsdp_cpu_ram_efficient_loading=true"],
-        "fsdp_cpu_ram_efficient_loading",
-        "backend",
-    ),
     ([*ZERO, "deepspeed_config_file=a", "zero_stage=2"], "zero_stage", "deepspeed_config_file"),
     ([*ZERO, "mixed_precision=fp8", "backend=msamp", "zero_stage=3"], "backend", "zero_stage"),
 ]
@@ -123,6 +118,7 @@ def test_a_contradiction_is_an_error_that_names_both_places(assignments: list[st
 
 
 RIGHT = [
+    [*FSDP2, "mixed_precision=fp8", "backend=ao", "fsdp_cpu_ram_efficient_loading=true"],
     ["use_cpu=true", "distributed_type=MULTI_CPU", "num_processes=2"],
     ["gpu_ids=all", "use_cpu=true"],
     ["gpu_ids=0, 1"],

@@ -222,11 +222,10 @@ def test_fsdp(version: str):
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_torchao_under_fsdp_turns_efficient_loading_off_and_says_so(version: str):
+def test_torchao_under_fsdp_keeps_efficient_loading(version: str):
     answers = MULTI | FP8 | {"Use FSDP?": True, "Which FSDP?": version, "Which FP8 backend?": "AO"}
-    prompter, effective = run(answers)
-    assert effective["fsdp_config.fsdp_cpu_ram_efficient_loading"] is False
-    assert "cannot be combined with torchao" in prompter.said[0]
+    _, effective = run(answers)
+    assert effective["fsdp_config.fsdp_cpu_ram_efficient_loading"] is True
     assert check(effective) == []
 
 

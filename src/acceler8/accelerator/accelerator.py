@@ -110,8 +110,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
     step_scheduler_with_optimizer: False lets schedulers move at every call, once.
     config_file: a YAML file as ``acceler8 launch`` takes; default the one that ACCELER8_CONFIG_FILE names.
     dynamo_plugin (or dynamo_backend): ``prepare`` compiles models in place, whole or (use_regional_compilation) each of
-        their repeated blocks. fsdp_plugin, deepspeed_plugin: kept; ``prepare`` refuses what they ask for, which this
-        version cannot do yet.
+        their repeated blocks. fsdp_plugin: several processes each hold a shard (docs/parallel.md). deepspeed_plugin:
+        kept; ``prepare`` refuses it, which this version cannot do yet.
     project_dir, project_config: where checkpoints go, and how they are named; ``save_state`` says more.
     log_with: where ``log`` reports to beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
         ``jsonl``, ``all``, a ``GeneralTracker``, or a list of them.
@@ -299,8 +299,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         """Prepare models, optimizers, DataLoaders and schedulers, in any order and in one call or several.
 
         Returns them in the order given (one object if one was given). Models come back as the same object, in several
-        processes in DistributedDataParallel; an optimizer made before or after its model is prepared holds the right
-        Parameters either way. Anything else is returned unchanged. Preparing an object twice changes nothing.
+        processes in DistributedDataParallel, or sharded in place; an optimizer made before or after its model is
+        prepared holds the right Parameters either way. Anything else is returned unchanged. Preparing an object twice
+        changes nothing.
         device_placement: for each object, whether it (a loader: its batches) goes to the device; None: as the
         constructor says.
         """

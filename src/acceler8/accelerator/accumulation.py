@@ -90,13 +90,19 @@ class Accumulation:
 
         joinables: prepared models. ``even_batches`` overrides the loaders' inside; where they are even nothing has
         to be joined. With one process the block just runs.
-        Raises: NotInThisVersionError for delayed scaling and FP16, whose own exchanges a process that ended would miss.
+        Raises: NotInThisVersionError for delayed scaling and FP16, whose own exchanges a process that ended would miss,
+            and for sharded models.
         """
         joinables = list(joinables)
         if self.processes.num_processes == 1:
             yield
             return
         is_even = self.dataloader_config.even_batches if even_batches is None else even_batches
+        if self.strategy.is_sharded and not is_even:
+            raise NotInThisVersionError(
+                "join_uneven_inputs got uneven batches and a sharded model, whose every forward needs all processes;"
+                " allowed: even batches; keep even_batches=True, and gather_for_metrics drops the copies"
+            )
         if not is_even:
             self._check_can_join(joinables)
         changed = []

@@ -170,7 +170,7 @@ def _mixed_precision(plugin: FullyShardedDataParallelPlugin | None) -> MixedPrec
             f" {', '.join(_DTYPES)}"
         )
     fields = {key: found[key] for key in ("param_dtype", "reduce_dtype", "output_dtype") if found.get(key) is not None}
-    if found.get("cast_forward_inputs") is not None:
+    if isinstance(given, Mapping) and given.get("cast_forward_inputs") is not None:  # FSDP 1's is another thing
         fields["cast_forward_inputs"] = found["cast_forward_inputs"]
     return MixedPrecisionPolicy(**fields)
 

@@ -44,7 +44,8 @@ class Processes:
     def end(self) -> None:
         """End the process group if it was started here."""
         if self.owns_group and distributed.is_initialized():
-            _keep_for_ever(distributed.group.WORLD)
+            for group in (distributed.group.WORLD, *distributed.distributed_c10d._world.pg_map):  # a mesh has its own
+                _keep_for_ever(group)
             distributed.destroy_process_group()
         self.owns_group = False
 

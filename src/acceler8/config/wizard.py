@@ -280,10 +280,6 @@ class Wizard:
         return str(self[path])
 
     def _ask_ao(self) -> None:
-        loading = "fsdp_config.fsdp_cpu_ram_efficient_loading"
-        if loading in self._answers.values and self[loading]:
-            self._prompter.say(f"Note: {ENTRIES[loading].key} is off: it cannot be combined with torchao.")
-            self._take(loading, False)
         self._ask_recipe("AO")
         self._ask_fp8("enable_fsdp_float8_all_gather")
         self._ask_fp8("pad_inner_dim")

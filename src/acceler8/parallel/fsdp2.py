@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from acceler8.backends.torchao import all_gather
 from acceler8.backends.torchao.backend import gathers_in_fp8
 from acceler8.errors import ConfigError
 from acceler8.nn import ModelState, find_states
@@ -43,7 +44,7 @@ from acceler8.parallel import fsdp2_whole as whole
 from acceler8.parallel.activation_checkpoint import checkpoint_blocks
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.fp8_all_gather import gather_in_fp8
-from acceler8.parallel.fsdp2_load import fill_from_first, make_empty, places_of, take_from_first
+from acceler8.parallel.fsdp2_load import Place, fill_from_first, make_empty, places_of, take_from_first
 from acceler8.parallel.fsdp2_optimizer import ReplacedParameters, StrangerGuard
 from acceler8.parallel.fsdp2_units import WrapPolicy, find_blocks_of, find_units
 from acceler8.parallel.protocol import Strategy
@@ -79,6 +80,13 @@ class ShardingOptions:
     """Checkpoints hold whole tensors, gathered in process 0; else each process writes its shards."""
 
 
+class _Loading(NamedTuple):
+    """A model that is on the meta device until it is sharded."""
+
+    before: list[tuple[nn.Parameter, list[Place]]]
+    values: list[Tensor | None]
+
+
 class ShardedProcesses(Strategy):
     """The strategy of several processes that each hold a shard of the model. The process group runs already."""
 
@@ -97,6 +105,7 @@ class ShardedProcesses(Strategy):
         self.saves_whole = self.options.saves_whole
         self._mesh: DeviceMesh | None = None
         self._replaced = ReplacedParameters()
+        self._loading: weakref.WeakKeyDictionary[nn.Module, _Loading] = weakref.WeakKeyDictionary()
         self._models: list[weakref.ref[nn.Module]] = []
 
     @property
@@ -115,9 +124,22 @@ class ShardedProcesses(Strategy):
         return self._mesh
 
     def place(self, model: nn.Module) -> None:
-        """To the device; of a model that only process 0 holds, nothing yet."""
-        if not self.options.loads_in_first and not isinstance(model, FSDPModule):
+        """To the device. Of a model that only process 0 holds, to the meta device until it is sharded, on all alike, so
+        that it is converted as one whose device is not known.
+        """
+        if isinstance(model, FSDPModule):
+            return
+        if self.options.loads_in_first:
+            self._empty(model)
+        else:
             model.to(self.device)
+
+    def _empty(self, model: nn.Module) -> _Loading:
+        """The model without values; its Parameters as they were, and process 0's values."""
+        if model not in self._loading:
+            before = places_of(model)
+            self._loading[model] = _Loading(before, make_empty(model, self.process_index == 0))
+        return self._loading[model]
 
     def checkpoint_activations(self, model: nn.Module) -> None:
         """As the options say; the blocks are the policy's."""
@@ -140,8 +162,10 @@ class ShardedProcesses(Strategy):
         Raises: ConfigError if the processes have different models, or for options that do not fit it.
         """
         if not isinstance(model, FSDPModule):
-            before = places_of(model)
-            self._shard(model)
+            loading = self._empty(model) if self.options.loads_in_first else None
+            before = places_of(model) if loading is None else loading.before
+            self._shard(model, None if loading is None else loading.values)
+            self._loading.pop(model, None)
             for old, places in before:
                 new = places[0].module._parameters[places[0].key]
                 assert new is not None
@@ -154,15 +178,12 @@ class ShardedProcesses(Strategy):
             share_amaxes(state)
         return model
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, held: list[Tensor | None] | None) -> None:
+        """held: process 0's values, of a model that is on the meta device."""
         whole.check_same_on_all(model)
         self._raise_to_fp32(model)
         ignored = self._ignored_parameters(model)
-        held = None
-        if self.options.loads_in_first:
-            held = make_empty(model, self.process_index == 0)
-            ignored = self._ignored_parameters(model)
-        else:
+        if held is None:
             take_from_first(model)
         ahead = [self._wrap_weights(state, model, ignored) for state in find_states(model)]
         units = find_units(model, self.options.policy, ignored)
@@ -192,8 +213,6 @@ class ShardedProcesses(Strategy):
         """Prepare torchao's all-gather, if its options ask for it; returns what runs ahead of each forward."""
         if state.backend != "torchao" or not gathers_in_fp8(state.plan.options):
             return None
-        from acceler8.backends.torchao import all_gather  # imports torchao
-
         all_gather.wrap_weights(model, self.mesh.size(-1), ignored)
         return all_gather.make_scales
 

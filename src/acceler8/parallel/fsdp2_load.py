@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from acceler8.backends.torchao.all_gather import wrapped_as
 from acceler8.nn import find_states
 from acceler8.parallel.fsdp2_whole import broadcast, from_first, shard_of
 
@@ -83,8 +84,6 @@ def _with_subclass(made: DTensor, like: DTensor) -> DTensor:
     """What torchao puts around a weight is around its shards too."""
     if type(like._local_tensor) is Tensor:
         return made
-    from acceler8.backends.torchao.all_gather import wrapped_as  # imports torchao
-
     local = wrapped_as(made._local_tensor, like._local_tensor)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

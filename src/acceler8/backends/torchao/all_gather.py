@@ -4,7 +4,6 @@ The subclass goes around a weight right before the model is sharded, in a new Pa
 optimizers anyway. Each shard is cast with the amax of the whole weight, by one collective for all weights in front of
 each forward of the root module. torchao's own examples make it behind each optimizer step; scales then are those of
 older weights after any other change (a checkpoint that is loaded, an average that is swapped in), and codes clip.
-Imported on use only, for it imports torchao.
 
 Source: torchao.float8.fsdp_utils (torchao 0.18).
 """
@@ -15,12 +14,15 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
-from acceler8.backends.torchao._layer import TorchaoLinear
+from acceler8.backends.torchao import library
 from acceler8.errors import PlanError
 from acceler8.recipes import Recipe
 from acceler8.scaling import TENSORWISE
+
+
+def _subclass() -> Any:
+    return library.module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
 
 
 def wrap_weights(model: nn.Module, shards: int, ignored: Collection[nn.Parameter] = ()) -> int:
@@ -30,15 +32,18 @@ def wrap_weights(model: nn.Module, shards: int, ignored: Collection[nn.Parameter
     travels in high precision: torchao sends unpadded shards (pytorch/ao#1938). ``ignored`` ones are not sharded.
     Raises: PlanError for a layer whose weight is not cast alike in fprop and dgrad, with one scale a tensor.
     """
+    from acceler8.backends.torchao._layer import TorchaoLinear
+
+    subclass = _subclass()
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         if isinstance(module, TorchaoLinear) and type(module.weight.data) is Tensor:
-            if module.weight.shape[0] % shards or any(module.weight is p for p in ignored):
+            weight = module.weight
+            if weight.shape[0] % shards or any(weight is p for p in ignored):
                 continue
             _check(name, module._acceler8_layer.recipe)
-            weight = module.weight
             if id(weight) not in made:
-                wrapped = WeightWithDynamicFloat8CastTensor(
+                wrapped = subclass(
                     weight.detach(), module.linear_mm_config, module.config.cast_config_weight.target_dtype
                 )
                 made[id(weight)] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
@@ -60,14 +65,14 @@ def _check(name: str, recipe: Recipe) -> None:
 
 def make_scales(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Hook in front of the root module's forward: scales of all weights as they now are. Every process comes here."""
-    precompute_float8_dynamic_scale_for_fsdp(module)
+    library.module("float8.fsdp_utils").precompute_float8_dynamic_scale_for_fsdp(module)
 
 
 def wrapped_as(values: Tensor, like: Tensor) -> Tensor:
     """``values`` with torchao's subclass around them if ``like`` has it."""
-    if not isinstance(like, WeightWithDynamicFloat8CastTensor):
+    if not isinstance(like, _subclass()):
         return values
-    made: Tensor = WeightWithDynamicFloat8CastTensor(values, like._linear_mm_config, like._dtype)
+    made: Tensor = _subclass()(values, like._linear_mm_config, like._dtype)
     return made
 
 
