@@ -19,6 +19,7 @@ TOGETHER = {
     "tests/checkpoint/test_two_processes.py": SEVERAL_PROCESSES,
     "tests/checkpoint/test_zero.py": SEVERAL_PROCESSES,
     "tests/examples/test_examples.py": SEVERAL_PROCESSES,
+    "tests/parallel/test_deepspeed.py": SEVERAL_PROCESSES,
     "tests/parallel/test_fsdp2_all_gather.py": SEVERAL_PROCESSES,
     "tests/optim/test_fsdp2.py": SEVERAL_PROCESSES,
     "tests/backends/test_registry.py": "a package that pip installs once",

@@ -62,7 +62,7 @@ _DIFFERENT = {
     "on_process": "without a `process_index` raises ConfigError",
     "parallelism_config": "None always",
     "prepare": "models are the same objects, converted, and compiled in place if a compiler is configured; FSDP"
-    " puts new Parameters into them; DeepSpeed that is configured raises NotInThisVersionError",
+    " puts new Parameters into them; under DeepSpeed the engine comes in the model's place",
     "prepare_data_loader": "`slice_fn_for_dispatch` raises NotInThisVersionError",
     "prepare_model": "`evaluation_mode` leaves FP8 out, and the model out of checkpoints",
     "reduce": "`scale` other than 1 raises ConfigError; `max` is a reduction more",
@@ -93,7 +93,7 @@ _ARGUMENTS: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_steps": (DIFFERS, "None, the default, leaves it to variable and file; 1 wins over them"),
     "cpu": (SUPPORTED, ""),
     "dataloader_config": (SUPPORTED, ""),
-    "deepspeed_plugin": (DIFFERS, "one plugin, read and kept; `prepare` raises NotInThisVersionError"),
+    "deepspeed_plugin": (DIFFERS, "one plugin; nothing is clipped where no number is given"),
     "fsdp_plugin": (DIFFERS, "version 1 is run by FSDP2 too; what becomes of each field: docs/parallel.md"),
     "rng_types": (DIFFERS, "of `generator`, `torch`, `cuda`; default `generator`"),
     "log_with": (

@@ -17,7 +17,6 @@ from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, R
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.utils import (
     AORecipeKwargs,
-    DeepSpeedPlugin,
     DistributedType,
     FP8BackendType,
     FP8RecipeKwargs,
@@ -222,23 +221,6 @@ def test_a_wrong_file_is_located(tmp_path) -> None:
 
 
 # --- what is kept and not done
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"deepspeed_plugin": DeepSpeedPlugin()}, "distributed_type DEEPSPEED is not in this version"),
-    ],
-)
-def test_engines_are_refused_not_left_out(arguments: dict, match: str) -> None:
-    accelerator = Accelerator("bf16", cpu=True, **arguments)
-    plain = model()
-    with pytest.raises(NotInThisVersionError, match=match) as error:
-        accelerator.prepare(torch.optim.SGD(plain.parameters()), plain)
-    assert isinstance(error.value, Acceler8Error)
-    assert not accelerator._optimizers  # nothing is half prepared
-    for name, value in arguments.items():
-        assert getattr(accelerator, name) is value
 
 
 def test_engines_of_the_environment_are_refused_too(monkeypatch) -> None:

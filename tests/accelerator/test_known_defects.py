@@ -7,6 +7,7 @@ that does not come about here, the fault is planted.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from acceler8.conversion import Plan
 from acceler8.errors import NotInThisVersionError, VerifyError
 from acceler8.functional import linear
 from acceler8.nn import Fp8Linear, FusedNorm, state_of
-from acceler8.utils import FP8RecipeKwargs, NativeRecipeKwargs, TERecipeKwargs
+from acceler8.utils import DistributedType, FP8RecipeKwargs, NativeRecipeKwargs, TERecipeKwargs
 
 Optimizer = Any
 
@@ -405,14 +406,24 @@ def test_settings_of_delayed_scaling_reach_the_layers() -> None:
     assert state_of(model).plan.recipe is accelerator.recipe
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:deepspeed")
 def test_an_engine_does_not_replace_the_recipe() -> None:
-    """The very case: with DeepSpeed asked for, the recipe stays the script's, and training is refused, not altered."""
+    """The very case: in DeepSpeed's engine the layers run the recipe that the script gave."""
     handler = NativeRecipeKwargs(recipe="delayed", margin=3)
-    accelerator = Accelerator("fp8", deepspeed_plugin=DeepSpeedPlugin(), kwargs_handlers=[handler])
-    assert accelerator.recipe.name == "delayed"
-    assert accelerator.recipe.margin == 3
-    with pytest.raises(NotInThisVersionError, match="DEEPSPEED"):
-        accelerator.prepare(Mlps())
+    accelerator = Accelerator(
+        "fp8", cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), kwargs_handlers=[handler]
+    )
+    try:
+        model = Mlps()
+        wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert type(wrapped).__name__ == "DeepSpeedEngine"
+        assert accelerator.unwrap_model(wrapped) is model
+        assert accelerator.distributed_type is DistributedType.DEEPSPEED
+        layers = [model.get_submodule(name)._acceler8_layer for name in fp8_names(model)]
+        assert {(layer.recipe.name, layer.recipe.margin) for layer in layers} == {("delayed", 3)}
+    finally:
+        accelerator.end_training()
 
 
 # -------------------------------------------------------------------------------------------- devices without FP8 GEMMs

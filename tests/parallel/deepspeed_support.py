@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from acceler8 import Accelerator, recipes
 from acceler8.utils import DeepSpeedPlugin
 
 Facts = dict[str, Any]
-WIDTH, VOCABULARY, STEPS, MICRO_BATCHES, LR = 64, 128, 3, 2, 1e-2
+WIDTH, VOCABULARY, STEPS, MICRO_BATCHES, LR, CLIP = 64, 128, 3, 2, 1e-2, 0.2
 ROWS_ALONE = recipes.get("rowwise").with_gemms(wgrad=False)
 """Scales by token, and sums over tokens in high precision: a batch may be split in any way."""
 
@@ -81,17 +81,16 @@ def make_model(kind: str) -> nn.Module:
 
 
 def make_data(kind: str, ranks: int, seed: int = 5) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each micro-batch, the input and target of each rank: 4 sequences of 8."""
+    """For each micro-batch, the input and target of each rank; ranks 2 and on see what 0 and 1 see."""
     generator = torch.Generator().manual_seed(seed)
-    data = []
-    for _ in range(STEPS * MICRO_BATCHES):
+
+    def sample() -> tuple[Tensor, Tensor]:
         if kind in ("plain", "gated"):
-            make = [(torch.randn(32, WIDTH, generator=generator), torch.randn(32, 7, generator=generator))]
-            make += [(torch.randn(32, WIDTH, generator=generator), torch.randn(32, 7, generator=generator))]
-        else:
-            make = [(ids := torch.randint(VOCABULARY, (4, 8), generator=generator), ids) for _ in range(ranks)]
-        data.append((make * ranks)[:ranks])
-    return data
+            return torch.randn(32, WIDTH, generator=generator), torch.randn(32, 7, generator=generator)
+        ids = torch.randint(VOCABULARY, (4, 8), generator=generator)
+        return ids, ids
+
+    return [([sample(), sample()] * ranks)[:ranks] for _ in range(STEPS * MICRO_BATCHES)]
 
 
 def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -108,7 +107,8 @@ def make_accelerator(way: str, *, recipe: Any = "rowwise", engine: str = "fp32",
     if way.startswith("zero"):
         section = {"stage": int(way[4:]), "stage3_param_persistence_threshold": 0, **zero}
         config = {"zero_optimization": section, **({"bf16": {"enabled": False}} if engine == "fp32" else {}), **config}
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+        flag = options.pop("zero3_init_flag", None)
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=flag)
     options.setdefault("mixed_precision", "fp8")
     if options["mixed_precision"] == "fp8":
         options["recipe"] = recipe
@@ -116,21 +116,31 @@ def make_accelerator(way: str, *, recipe: Any = "rowwise", engine: str = "fp32",
 
 
 class Training:
-    """One training with everything that a script prepares; ``run`` gives what happened."""
+    """One training with everything that a script prepares; ``run`` gives what happened.
 
-    def __init__(self, accelerator: Accelerator, kind: str) -> None:
-        self.accelerator, self.kind = accelerator, kind
-        model = make_model(kind)
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in model.parameters() if p.ndim > 1]},
-                {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=LR,
-            weight_decay=0.1,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+    optimizer: ``sgd`` moves by the size of a gradient, which ``adamw`` normalises away. pace: a schedule moves once for
+        each process in a step, so one process that stands for several moves as often.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, kind: str, *, optimizer: str = "sgd", pace: int | None = 1, model: Any = None
+    ) -> None:
+        self.accelerator = accelerator
+        model = make_model(kind) if model is None else model
+        decayed = {name: not name.endswith("bias") and "norm" not in name for name, _ in model.named_parameters()}
+        groups = [
+            {"params": [p for name, p in model.named_parameters() if decayed[name]]},
+            {"params": [p for name, p in model.named_parameters() if not decayed[name]], "weight_decay": 0.0},
+        ]
+        if optimizer == "sgd":
+            made: torch.optim.Optimizer = torch.optim.SGD(groups, lr=10 * LR, momentum=0.9, weight_decay=0.1)
+        else:
+            made = torch.optim.AdamW(groups, lr=LR, weight_decay=0.1)
+        self.model, self.optimizer = accelerator.prepare(model, made)
+        self.scheduler = None
+        if pace is not None:
+            slower = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + 0.2 * pace * step))
+            self.scheduler = accelerator.prepare(slower)
 
     def micro_batch(self, x: Tensor, target: Tensor, norms: list[float] | None = None) -> float:
         accelerator = self.accelerator
@@ -138,17 +148,19 @@ class Training:
             loss = loss_of(self.model, x, target)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
                 if norms is not None:
                     norms.append(float(norm))
             self.optimizer.step()
-            self.scheduler.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
             self.optimizer.zero_grad()
         return loss.item()
 
     def run(self, data: list[list[tuple[Tensor, Tensor]]], rank: int | None) -> Facts:
         """``rank`` None trains on all ranks' samples in one batch."""
-        losses, norms = [], []
+        losses: list[float] = []
+        norms: list[float] = []
         for of_ranks in data:
             x, target = of_ranks[rank] if rank is not None else map(torch.cat, zip(*of_ranks, strict=True))
             losses.append(self.micro_batch(x, target, norms))
@@ -161,14 +173,19 @@ class Training:
 
     def states(self) -> dict[str, Any]:
         """The optimizer's whole state."""
-        return self.accelerator.strategy.optimizer_state(self.optimizer.optimizer)
+        return copy.deepcopy(self.accelerator.strategy.optimizer_state(self.optimizer.optimizer))
+
+    def load(self, weights: dict[str, Any], states: dict[str, Any]) -> None:
+        """Put whole states in; of ZeRO those of process 0 count."""
+        strategy = self.accelerator.strategy
+        strategy.load_model_state(self.model, weights, lambda model, state: model.load_state_dict(state))
+        strategy.load_optimizer_state(self.optimizer.optimizer, states)
 
 
-@contextmanager
-def message_of(into: Facts, name: str, call: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Note the error of the block."""
+def message_of(call: Callable[[], Any]) -> str:
+    """The error of a call."""
     try:
-        yield
-        into[name] = "nothing was raised"
+        call()
     except Exception as error:
-        into[name] = f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import distributed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from acceler8.accelerator.processes import Processes
 from acceler8.config.environment import set_if_missing
@@ -39,7 +40,7 @@ def make_deepspeed(effective: Effective, processes: Processes, plugin: DeepSpeed
     _join_alone(processes)
     config, where = own_config(effective, plugin)
     precision = effective["mixed_precision"] or precision_of_file(effective, plugin) or "no"
-    _set_precision(config, precision, where, str(effective.source("mixed_precision")))
+    set_precision(config, precision, where, str(effective.source("mixed_precision")))
     _allow_any_optimizer(config)
     set_if_missing("LOCAL_RANK", str(processes.local_process_index))  # which DeepSpeed reads in every step
     strategy = DeepSpeedProcesses(
@@ -71,7 +72,7 @@ def _join_alone(processes: Processes) -> None:
     """DeepSpeed needs a process group, of one process too."""
     if not distributed.is_initialized():
         backend = "nccl" if processes.device.type == "cuda" else "gloo"
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         processes.owns_group = True
 
 
@@ -80,12 +81,11 @@ def own_config(effective: Effective, plugin: DeepSpeedPlugin | None) -> tuple[di
     given = None if plugin is None else plugin.hf_ds_config
     given = getattr(given, "config", given)  # transformers' HfDeepSpeedConfig
     if isinstance(given, Mapping):
-        return _with_steps(read_config(given, "DeepSpeedPlugin(hf_ds_config=)"), effective), (
-            "DeepSpeedPlugin(hf_ds_config=)"
-        )
+        where = "DeepSpeedPlugin(hf_ds_config=)"
+        return _checked(read_config(given, where), where, effective), where
     if effective[_FILE] is not None:
         where = f"{effective.source(_FILE)} ({effective[_FILE]})"
-        return _with_steps(read_config(effective[_FILE], where), effective), where
+        return _checked(read_config(effective[_FILE], where), where, effective), where
     return _from_settings(effective), str(effective.source("distributed_type"))
 
 
@@ -127,8 +127,14 @@ def _from_settings(effective: Effective) -> dict[str, Any]:
     }
 
 
-def _with_steps(config: dict[str, Any], effective: Effective) -> dict[str, Any]:
-    """Check the file's accumulation against the one that is set elsewhere, and complete what DeepSpeed requires."""
+def _checked(config: dict[str, Any], where: str, effective: Effective) -> dict[str, Any]:
+    """Check a file against what is set elsewhere, and complete what DeepSpeed requires."""
+    for section in ("optimizer", "scheduler"):
+        if section in config:
+            raise ConfigError(
+                f"{where}: DeepSpeed's configuration has {section}; allowed: none, for the script makes its own and"
+                " gives it to prepare; remove it there"
+            )
     path = _SECTION + "gradient_accumulation_steps"
     said, asked = config.setdefault(STEPS, AUTO), effective[path]
     if said != AUTO and asked is not None and asked != said:
@@ -142,7 +148,7 @@ def _with_steps(config: dict[str, Any], effective: Effective) -> dict[str, Any]:
     return config
 
 
-def _set_precision(config: dict[str, Any], precision: str, where: str, asked_by: str) -> None:
+def set_precision(config: dict[str, Any], precision: str, where: str, asked_by: str) -> None:
     """Fill ``bf16`` and ``fp16``. A file that turns 16 bits off keeps FP32 weights, under autocast.
 
     Raises: ConfigError if the file asks for 16 bits of another kind.

@@ -1,8 +1,8 @@
 """Optimizer states (ZeRO-1), gradients (2) and weights (3) spread over processes: DeepSpeed's own engine.
 
 The model is converted first and handed to ``deepspeed.initialize`` afterwards, so every backend's layers run inside the
-engine: their Parameters are the ones it partitions. ``bf16`` and ``fp8`` give the engine a BF16 model with FP32 masters;
-its forward still runs under autocast, as everywhere else, and FP8 layers cast the BF16 weights.
+engine: their Parameters are the ones it partitions. ``bf16`` and ``fp8`` give the engine a BF16 model with FP32
+masters; its forward still runs under autocast, as everywhere else, and FP8 layers cast the BF16 weights.
 
 An accumulation window is the Accelerator's: it divides the loss, and says which backward ends a step. The engine steps
 where ``optimizer.step()`` is called, which is behind the script's clipping of gradients.
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from acceler8.errors import ConfigError, MissingLibraryError
 from acceler8.nn import find_states
+from acceler8.optim import StateFormatsOptimizer
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.deepspeed_config import CLIPPING, MICRO_BATCH, STEPS, fill, is_on, sizes_of, stage_of, value_at
 from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer, make_optimizer
@@ -50,7 +51,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         from deepspeed.accelerator import get_accelerator, set_accelerator
     except Exception as error:
         raise MissingLibraryError(
-            f"distributed_type DEEPSPEED needs DeepSpeed, which does not load ({error}); pip install 'acceler8[deepspeed]'"
+            f"distributed_type DEEPSPEED needs DeepSpeed, which does not load ({error}); pip install"
+            " 'acceler8[deepspeed]'"
         ) from error
     if device.type == "cpu":
         if get_accelerator().device_name() != "cpu":
@@ -59,7 +61,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             set_accelerator(CPU_Accelerator())
         # used for inference alone, and compiled at the start of every process group: minutes, and a compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
+    found: ModuleType = deepspeed
+    return found
 
 
 class DeepSpeedProcesses(Strategy):
@@ -159,6 +162,12 @@ class DeepSpeedProcesses(Strategy):
             )
         self._cast(model)
         optimizer = optimizers[0]
+        if isinstance(optimizer, StateFormatsOptimizer):
+            raise ConfigError(
+                f"prepare got acceler8.optim.{type(optimizer).__name__}, whose states have formats and scales for each"
+                " weight; allowed under DeepSpeed, which steps on flat parts of all weights: an optimizer that updates"
+                " each element alone, such as torch.optim.AdamW"
+            )
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if self.stage == 3:
             self._set_leaves(model)

@@ -93,8 +93,8 @@ class ZeroOptimizer(Optimizer):
         """Have the next step clip to this norm; returns the norm as it is. Raises: ConfigError before all is added."""
         if not self._is_complete:
             raise ConfigError(
-                "clip_grad_norm_ was called where no step is complete; allowed under DeepSpeed: behind the backward that"
-                " completes one; guard it with `if accelerator.sync_gradients:`"
+                "clip_grad_norm_ was called where no step is complete; allowed under DeepSpeed: behind the backward"
+                " that completes one; guard it with `if accelerator.sync_gradients:`"
             )
         norm = self.parts.gradient_norm()
         self.parts.set_clip(max_norm)
@@ -112,13 +112,13 @@ class ZeroOptimizer(Optimizer):
         """Only while it is built. Raises: ConfigError."""
         if "parts" in self.__dict__:
             raise ConfigError(
-                "add_param_group got a group; allowed under DeepSpeed: none, for its engine was built of the groups that"
-                " there were; add it before prepare"
+                "add_param_group got a group; allowed under DeepSpeed: none, for its engine was built of the groups"
+                " that there were; add it before prepare"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form with whole FP32 tensors, on process 0 and on the CPU; elsewhere without states.
+        """Torch's form with whole FP32 tensors, on process 0 and on the CPU; elsewhere without states.
 
         Every process calls this.
         """

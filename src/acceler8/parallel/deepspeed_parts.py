@@ -53,22 +53,25 @@ class Parts:
                 _undo_first_step(given, low, high)
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """The whole weight: the FP32 master of one that is trained, else the Parameter's value."""
+        """The whole weight in FP32: the master of one that is trained, else the Parameter's value."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         if parameter.requires_grad:
             if (own := self._masters.get(id(parameter))) is not None:
                 return own.detach()
-            if (master := safe_get_full_fp32_param(parameter)) is not None:
+            master: Tensor | None = safe_get_full_fp32_param(parameter)
+            if master is not None:
                 return master.detach().reshape(shape_of(parameter))
-        return self.value(parameter)
+        value = self.value(parameter)
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of the whole value that forward reads."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned(parameter)):
-            return parameter.detach().clone()
+            copied: Tensor = parameter.detach().clone()
+            return copied
 
     def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
         """Put a whole weight, the same on every process, into master and Parameter."""
@@ -126,6 +129,7 @@ class Parts:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         whole, flat = value.to(device=self.engine.device, dtype=torch.float32), self._flat_of(parameter)
+        assert flat is not None
         if flat is parameter or id(parameter) in self._masters:
             self.given.state[flat][key].copy_(whole)
         elif is_partitioned(parameter):
@@ -135,12 +139,9 @@ class Parts:
 
     def _trained(self) -> Iterator[tuple[nn.Parameter, int]]:
         """The trained Parameters with the numbers of their groups."""
-        groups = next(
-            (
-                found
-                for name in ("bit16_groups", "fp16_groups", "bf16_groups")
-                if (found := getattr(self.owner, name, 0))
-            ),
+        names = ("bit16_groups", "fp16_groups", "bf16_groups")  # of stages 1 and 2, 0 and 3, 1 with FP32 gradients
+        groups: list[list[nn.Parameter]] = next(
+            (getattr(self.owner, name) for name in names if hasattr(self.owner, name)),
             [group["params"] for group in self.given.param_groups],
         )
         numbers = getattr(self.owner, "sub_group_to_group_id", None)

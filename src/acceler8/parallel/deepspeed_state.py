@@ -18,7 +18,7 @@ from acceler8.parallel.deepspeed_parts import Parts, shape_of
 
 
 def gather_model(model: nn.Module, parts: Parts, *, on_all: bool) -> dict[str, Any]:
-    """The whole ``state_dict`` on process 0, or ``on_all``, on the CPU; elsewhere empty. Tied weights are one tensor."""
+    """The whole ``state_dict`` on process 0, or ``on_all``, and on the CPU; elsewhere empty. Ties are one tensor."""
     is_reader = on_all or dist.get_rank() == 0
     state: dict[str, Any] = {}
     known: dict[int, Tensor] = {}
