@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
                 "test_dequantize": ("", 35),
                 "test_gated": ("silu and rowwise", 2),
                 "test_norm": ("rowwise", 2),
+                "test_stored_gradient": ("", 18),
                 "test_transpose": ("", 20),
             },
             id="fused",
