@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -55,8 +56,8 @@ class AtLevel:
     def _check_level_runs_there(self) -> None:
         if self.level is not None and self.strategy.name != "single":
             raise NotInThisVersionError(
-                f"opt_level {self.level.name} in {self.strategy.num_processes} processes is not in this version yet, for"
-                " gradients in FP8 are not exchanged between them; allowed: levels in one process; leave opt_level and"
+                f"opt_level {self.level.name} in {self.strategy.num_processes} processes is not in this version yet,"
+                " for gradients in FP8 are not exchanged between them; allowed: levels in one process; leave opt_level and"
                 " MSAMPRecipeKwargs out and name backend NATIVE"
             )
 
@@ -74,9 +75,7 @@ class AtLevel:
         """The optimizer to step: ours, where a model needs it. One that holds no weight of a level stays as it is."""
         if self.level is None:
             return optimizer
-        if not isinstance(optimizer, Adam) and _is_torchs_adam(optimizer):
-            return level_optimizer(optimizer, self.level)
-        if isinstance(optimizer, Adam):
+        if isinstance(optimizer, Adam) or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             return level_optimizer(optimizer, self.level)
         if _holds_level_weights(optimizer):
             check_optimizer(optimizer, self.level)
@@ -95,10 +94,6 @@ class AtLevel:
                 optimizer._formats.clear()
             elif _holds_level_weights(optimizer):
                 check_optimizer(optimizer, self.level)
-
-
-def _is_torchs_adam(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ("Adam", "AdamW")
 
 
 def _holds_level_weights(optimizer: Optimizer) -> bool:

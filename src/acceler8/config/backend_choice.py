@@ -2,9 +2,9 @@
 
 A backend that is named (code > flag > environment > YAML) is taken, or is an error. Where none is named it is the first
 of an order that is installed: ``NATIVE, AO, TE, MSAMP``. The order ``AO,TE,MSAMP`` is Accelerate's, and finds nothing
-where Accelerate finds nothing. MS-AMP's levels change optimizer states, so they are never taken unnamed. Named, MSAMP is
-level O2 (or ``opt_level``) on the native backend's GEMMs; ``opt_level`` beside another backend is a level on those of
-that one.
+where Accelerate finds nothing. MS-AMP's levels change optimizer states, so they are never taken unnamed. Named, MSAMP
+is level O2 (or ``opt_level``) on the native backend's GEMMs; ``opt_level`` beside another backend is a level on those
+of that one.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
 
     Settings of other backends are left out. Delayed scaling's are left out of other recipes.
     """
-    backend = "NATIVE" if backend == "MSAMP" else backend
+    is_level, backend = backend == "MSAMP", "NATIVE" if backend == "MSAMP" else backend
     values = {}
     for path, entry in ENTRIES.items():
         if not entry.is_fp8 or path == _FP8 + "backend" or (entry.setting.backends and not _has(entry, backend)):
@@ -141,6 +141,8 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
         found = effective.values.get(path)
         default = Value(entry.setting.defaults.get(backend or ""), DEFAULT)
         value = found if found is not None and found.value is not None else default
+        if path == _FP8 + "opt_level" and value.value is None and is_level:
+            value = Value(entry.setting.defaults["MSAMP"], DEFAULT)
         if value.value is not None:
             values[path] = value
     return values

@@ -34,7 +34,7 @@ class Adam(StateFormatsOptimizer):
     moments: format of both moments, "fp32" (default), "bf16", "fp16" or "fp8"; exp_avg and exp_avg_sq: of one alone.
     master: "none" (default), "stochastic", "fp32", "bf16_remainder" or "fp16"; float32 parameters need none.
     quantize: "matrices" (default), "all", "none", "level": see ``acceler8.optim.StateFormatsOptimizer``. Every option
-        of a format may be set by group, under the same words; there they become ``exp_avg_format``, ``exp_avg_sq_format``.
+        of a format may be set by group, in the same words; there they become ``exp_avg_format``, ``exp_avg_sq_format``.
     foreach, fused, capturable: taken and without effect, for each step is fused, needs no host and can be captured.
     Gradients that ``GradScaler`` found not finite are dropped on the device, without waiting for it.
     Raises: ConfigError for amsgrad or differentiable, and for numbers that torch refuses too; DtypeError for formats.
