@@ -168,7 +168,7 @@ def test_the_optimizer_takes_groups_state_hooks_and_schedulers_over():
     assert [group["lr"] for group in now.param_groups] == [0.01, 0.005]
     assert len(stepped) == 4
     model(batch(32, 128)).sum().backward()
-    with pytest.raises(GradientError, match="step the optimizer that acceler8.levels.initialize"):
+    with pytest.raises(GradientError, match=r"step the optimizer that acceler8\.levels.initialize"):
         before.step()
 
 
