@@ -106,9 +106,21 @@ def test_gemms_are_torchaos():
     assert levels.stored_bytes(model, optimizer).per_element <= MOST["O2"]
     third = accelerator(AORecipeKwargs(skip_first_and_last=False), MSAMPRecipeKwargs("O3"))
     with pytest.raises(
-        acceler8.errors.PlanError, match="keeps FP8 codes of weights, which backend .* casts for itself"
+        acceler8.errors.PlanError, match=r"keeps FP8 codes of weights, which backend .* casts for itself"
     ):
         third.prepare(mlp())
+
+
+def test_formats_that_were_asked_for_before_the_model_came_are_found_anew():
+    own = accelerator(MSAMPRecipeKwargs("O2"))
+    model = mlp().bfloat16()
+    optimizer = own.prepare(AdamW(model.parameters(), lr=1e-2))
+    assert "no weight of its level" in str(optimizer.summary())
+    model = own.prepare(model)
+    assert "E4M3 / 128" in str(optimizer.summary())
+    own.backward(model(batch(32, 128).bfloat16()).float().square().mean())
+    optimizer.step()
+    assert optimizer.state[model.up.weight]["exp_avg"].dtype is torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "together", "optimizer before in one call"])
@@ -302,6 +314,17 @@ def test_deepspeed_with_levels_is_refused():
 def test_levels_need_fp8():
     with pytest.raises(ValueError, match="allowed: a recipe only with 'fp8'"):
         accelerator(MSAMPRecipeKwargs("O1"), precision="bf16")
+
+
+def test_the_norm_is_clipped_over_codes():
+    own = accelerator(MSAMPRecipeKwargs("O1"))
+    model, _ = prepared(own)
+    own.backward(model(batch(32, 128)).square().mean())
+    norm = torch.nn.utils.get_total_norm([levels.gradient_of(p) for p in model.parameters()])
+    got = own.clip_grad_norm_(model.parameters(), 0.5 * float(norm))
+    torch.testing.assert_close(got, norm)
+    after = torch.nn.utils.get_total_norm([levels.gradient_of(p) for p in model.parameters()])
+    torch.testing.assert_close(after, 0.5 * norm)
 
 
 def test_values_are_clipped_over_codes():

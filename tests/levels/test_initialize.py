@@ -270,16 +270,20 @@ def test_tied_and_frozen_weights_are_left():
             self.read = nn.Linear(128, 128, bias=False)
             self.read.weight = self.embed.weight
             self.free, self.frozen = nn.Linear(128, 128), nn.Linear(128, 128)
+            self.shared, self.left = nn.Linear(128, 128), nn.Linear(128, 128)
             self.frozen.requires_grad_(False)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.frozen(self.free(self.read(self.embed(ids))))
+            return self.left(self.shared(self.frozen(self.free(self.read(self.embed(ids))))))
 
     model = Tied()
+    acceler8.convert(model, acceler8.plan(model, "rowwise", skip=["left"]))
+    assert isinstance(model.shared, Fp8Linear)
+    model.left.weight = model.shared.weight  # by the script, where a plan would have left both
     model, optimizer = levels.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level="O3")
     assert list(levels.level_weights(model)) == ["free.weight"]
     assert model.embed.weight.dtype is torch.float32
-    assert model.frozen.weight.dtype is torch.float32
+    assert model.frozen.weight.dtype is model.shared.weight.dtype is torch.float32
     model(torch.arange(16)).square().mean().backward()
     assert model.embed.weight.grad is not None
     optimizer.step()

@@ -57,8 +57,8 @@ class AtLevel:
         if self.level is not None and self.strategy.name != "single":
             raise NotInThisVersionError(
                 f"opt_level {self.level.name} in {self.strategy.num_processes} processes is not in this version yet,"
-                " for gradients in FP8 are not exchanged between them; allowed: levels in one process; leave opt_level and"
-                " MSAMPRecipeKwargs out and name backend NATIVE"
+                " for gradients in FP8 are not exchanged between them; allowed: levels in one process; leave opt_level"
+                " and MSAMPRecipeKwargs out and name backend NATIVE"
             )
 
     def _bring_to_level(self, model: nn.Module) -> None:
