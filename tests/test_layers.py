@@ -23,6 +23,7 @@ LAYERS = (
     ("backends",),
     ("conversion",),
     ("optim",),
+    ("levels",),
     ("comm",),
     ("parallel",),
     ("checkpoint",),

@@ -33,6 +33,7 @@ _EXPORTS: dict[str, str] = {
     "fp8_state_dict": "acceler8.nn",
     "fused_head_loss": "acceler8.conversion",
     "head_loss": "acceler8.functional",
+    "levels": "acceler8.levels",
     "load_fp8_state_dict": "acceler8.nn",
     "optim": "acceler8.optim",
     "plan": "acceler8.conversion",
@@ -45,10 +46,10 @@ _EXPORTS: dict[str, str] = {
 }
 
 # Offered as they are: `acceler8.optim.AdamW` beside `torch.optim.AdamW`.
-_SUBMODULES = frozenset({"optim"})
+_SUBMODULES = frozenset({"levels", "optim"})
 
 if TYPE_CHECKING:
-    from acceler8 import optim
+    from acceler8 import levels, optim
     from acceler8.accelerator import Accelerator
     from acceler8.conversion.convert import attach, convert, evaluate_in_fp8, restore, step, window
     from acceler8.conversion.graphed_step import GraphedStep
@@ -98,6 +99,7 @@ __all__ = [
     "fp8_state_dict",
     "fused_head_loss",
     "head_loss",
+    "levels",
     "load_fp8_state_dict",
     "optim",
     "plan",

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import acceler8
-from acceler8 import recipes
+from acceler8 import levels, recipes
 from acceler8.accelerator import Accelerator
 from acceler8.backends.native import NativeBackend
 from acceler8.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from acceler8.conversion import Plan
-from acceler8.errors import NotInThisVersionError, VerifyError
+from acceler8.errors import VerifyError
 from acceler8.functional import linear
 from acceler8.nn import Fp8Linear, FusedNorm, state_of
 from acceler8.utils import DistributedType, FP8RecipeKwargs, NativeRecipeKwargs, TERecipeKwargs
@@ -480,8 +480,8 @@ def test_the_older_recipe_class_of_msamp_has_its_level(spelling: str, monkeypatc
     assert (handler.backend, handler.opt_level) == ("MSAMP", "O2")
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[handler])
     assert accelerator.fp8_recipe_handler is handler
-    with pytest.raises(NotInThisVersionError, match="opt_level O2 asks for FP8 gradients and optimizer states"):
-        accelerator.prepare(Mlps())
+    assert accelerator.level == levels.LEVELS["O2"]
+    assert levels.level_weights(accelerator.prepare(Mlps()))
 
 
 # --------------------------------------------------------------------------------------- models of hardly any nn.Linear

@@ -14,6 +14,8 @@ from acceler8.config.backend_choice import (
     check,
     choose_backend,
     fp8_values,
+    gemm_backend,
+    level_of,
     preferred_backend,
     recipe_of,
 )
@@ -117,12 +119,45 @@ def test_ready_backends_are_those_that_there_are() -> None:
     assert [backends.full_name(word) for word in READY] == list(backends.names())
 
 
-@pytest.mark.parametrize("words", [("--fp8_backend=msamp",), ("--fp8_opt_level=O1",)])
-def test_levels_cannot_run_yet(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "level", "gemms"),
+    [
+        (("--fp8_backend=msamp",), "O2", "NATIVE"),
+        (("--fp8_backend=msamp", "--fp8_opt_level=o1"), "O1", "NATIVE"),
+        (("--fp8_opt_level=O1",), "O1", "NATIVE"),
+        (("--fp8_opt_level=O3", "--fp8_backend=te"), "O3", "TE"),
+        ((), None, "NATIVE"),
+    ],
+)
+def test_a_level_is_on_the_gemms_of_a_backend(words: tuple[str, ...], level: str | None, gemms: str) -> None:
     effective = flags(*words)
-    (limit,) = cannot_run(effective)
-    assert "leave opt_level and MSAMPRecipeKwargs out" in limit
-    assert list(cannot_run(flags())) == []
+    asked = level_of(effective)
+    assert (asked and asked.value) == level
+    assert gemm_backend(effective) == gemms
+    assert level_of(merge([parse_flags([*words, "--mixed_precision=bf16"]).route])) is None
+
+
+@pytest.mark.parametrize("engine", ["--use_fsdp", "--use_deepspeed"])
+def test_levels_are_refused_with_an_engine_that_would_exchange_their_gradients(engine: str) -> None:
+    limits = list(cannot_run(flags(engine, "--fp8_backend=msamp")))
+    assert len(limits) == 2
+    assert "allowed: levels in one process; leave opt_level and MSAMPRecipeKwargs (enable_msamp) out" in limits[1]
+    assert list(cannot_run(flags("--fp8_backend=msamp"))) == []
+
+
+def test_what_launchers_export_unasked_is_no_level() -> None:
+    """Accelerate's writes ACCELERATE_FP8_OPT_LEVEL=O2 for every backend; it refused every script that it launched."""
+    exported = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_OPT_LEVEL": "O2"}
+    effective = merge([read_environment({**exported, "ACCELERATE_FP8_BACKEND": "NATIVE"})])
+    assert level_of(effective) is None
+    assert list(cannot_run(effective)) == []
+    (note,) = [note for note in check(effective) if "opt_level" in note]
+    assert "ask in code (MSAMPRecipeKwargs), by flag or in the YAML file" in note
+    for asked in ({"ACCELERATE_FP8_BACKEND": "MSAMP"}, {}, {"ACCELERATE_FP8_BACKEND": "TE"}):
+        level = "O1" if asked.get("ACCELERATE_FP8_BACKEND") == "TE" else "O2"
+        found = level_of(merge([read_environment({**exported, **asked, "ACCELERATE_FP8_OPT_LEVEL": level})]))
+        assert found is not None
+        assert found.value == level
 
 
 # --- values

@@ -79,7 +79,7 @@ def test_a_setting_of_another_backend_is_an_error_at_its_default_too():
         check(flags("--mixed_precision=fp8", "--fp8_backend=native", "--fp8_use_mxfp8_block_scaling"))
 
 
-@pytest.mark.parametrize("words", [("--fp8_opt_level=O2",), ("--use_deepspeed",), ("--fp8_backend=msamp",)])
+@pytest.mark.parametrize("words", [("--fp8_opt_level=O2", "--use_fsdp"), ("--fp8_backend=msamp", "--use_deepspeed")])
 def test_what_cannot_be_trained_yet_is_said_before_it_starts(words):
     assert any("version" in note for note in notes(flags("--mixed_precision=fp8", *words)))
 

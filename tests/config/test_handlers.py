@@ -28,7 +28,7 @@ from acceler8.recipes import DelayedScaling
 from tests.config.packages import forget_environment, install
 
 CLASSES = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
-CODE_ONLY = {"config"}
+CODE_ONLY = {"config", "weight", "master", "gradient", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.fixture(autouse=True)

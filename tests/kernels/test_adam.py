@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from acceler8.errors import GradientError
-from acceler8.formats import FP16_POW2, block_count, encode_blocks, split_bf16
+from acceler8.formats import E4M3_BLOCK, FP16_POW2, block_count, decode_blocks, encode_blocks, split_bf16
 from acceler8.kernels._adam_launch import AdamLaunches
 from acceler8.kernels._triton import INTERPRETED
 from acceler8.kernels.adam import (
@@ -121,6 +121,46 @@ def test_kernel_gives_the_codes_of_the_reference_in_every_combination_of_formats
             for row in expected:
                 adam_ref(row, GROUPS[row.group], 4.0)
         assert differences(got, expected) == []
+
+
+def coded(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return encode_blocks(grad, E4M3_BLOCK)
+
+
+@runs_kernels
+def test_kernel_gives_the_codes_of_the_reference_for_gradients_that_are_codes(make_generator):
+    generator, expected = make_generator(6), []
+    formats = list(itertools.product((("fp32", "fp32"), ("fp8", "fp16"), ("fp8", "fp8")), MASTERS))
+    for number, ((first, second), (master, dtype)) in enumerate(formats[:: 4 if INTERPRETED else 1]):
+        kind = AdamKind(dtype, torch.float8_e4m3fn, first, second, master, GROUPS[number % 2].decoupled)
+        expected.append(AdamRow(kind, make(kind, SHAPES[number % len(SHAPES)], generator), number % 2, number))
+    got = [on(DEVICE, row) for row in expected]
+    launches = AdamLaunches(got[0].tensors.param.device)
+    for step in range(2):
+        for i, row in enumerate(expected):
+            codes, scales = coded(torch.randn(row.tensors.param.shape, generator=generator) * 10.0**-step)
+            expected[i] = row._replace(tensors=row.tensors._replace(grad=codes, grad_scale=scales))
+            on_device = got[i].tensors._replace(grad=codes.to(DEVICE), grad_scale=scales.to(DEVICE))
+            got[i] = got[i]._replace(tensors=on_device)
+        adam_step(launches, got, GROUPS)
+        for row in expected:
+            adam_ref(row, GROUPS[row.group])
+        assert differences(got, expected) == []
+
+
+def test_a_gradient_of_codes_is_that_of_its_numbers(make_generator):
+    """Bit for bit the step on the decoded gradient, in more than one of the reference's slices."""
+    kind = AdamKind(F, F, "fp32", "fp32", "none", True)
+    shape = (2**11 + 3, 129)
+    plain = AdamRow(kind, make(kind, shape, make_generator(7)), 0, 0)
+    codes, scales = coded(torch.randn(shape, generator=make_generator(8)))
+    other = on("cpu", plain)
+    tensors = other.tensors._replace(grad=codes, grad_scale=scales)
+    other = AdamRow(kind._replace(grad=torch.float8_e4m3fn), tensors, 0, 0)
+    adam_ref(with_grad(plain, decode_blocks(codes, scales, E4M3_BLOCK)), GROUPS[0])
+    adam_ref(other, GROUPS[0])
+    assert torch.equal(plain.tensors.param, other.tensors.param)
+    assert torch.equal(plain.tensors.exp_avg_sq, other.tensors.exp_avg_sq)
 
 
 BITING = ["zeros", "nan", "inf", "tiny", "huge", "denormal"]

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
                 "test_gated": ("silu and rowwise", 2),
                 "test_gradient_blocks": ("", 25),
                 "test_norm": ("rowwise", 2),
+                "test_stored_gradient": ("", 18),
                 "test_transpose": ("", 20),
             },
             id="fused",

@@ -235,7 +235,7 @@ BAD = [
     ({"moments": "fp4"}, DtypeError, r"unknown exp_avg_format 'fp4'; did you mean 'fp[18]6?'\? valid: bf16, fp16"),
     ({"exp_avg_sq": "int8"}, DtypeError, r"unknown exp_avg_sq_format 'int8'"),
     ({"master": "remainder"}, DtypeError, r"unknown master 'remainder'; did you mean 'bf16_remainder'\?"),
-    ({"quantize": "some"}, DtypeError, r"unknown quantize 'some'; valid: all, matrices, none"),
+    ({"quantize": "some"}, DtypeError, r"unknown quantize 'some'; valid: all, level, matrices, none"),
 ]
 
 

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from acceler8 import backends
 from acceler8.accelerator.accumulation import Accumulation, make_gradient_state, make_loader_config
+from acceler8.accelerator.at_level import AtLevel
 from acceler8.accelerator.backend_settings import filter_of, options_of
 from acceler8.accelerator.checkpoints import Checkpoints
 from acceler8.accelerator.collectives import Collectives
@@ -55,7 +56,7 @@ from acceler8.backends.torchao import TorchaoOptions
 from acceler8.checkpoint.project import ProjectConfiguration
 from acceler8.config import backend_choice
 from acceler8.config import resolve as configuration
-from acceler8.config.backend_choice import choose_backend, fp8_values, recipe_of
+from acceler8.config.backend_choice import choose_backend, fp8_values, gemm_backend, level_of, recipe_of
 from acceler8.config.code import gather, sort_handlers, values_from_code
 from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.environment import current_environment
@@ -83,6 +84,7 @@ from acceler8.errors import (
     unknown_name,
 )
 from acceler8.nn import find_states
+from acceler8.nn.gradients import set_windows
 from acceler8.parallel import DeepSpeedProcesses, Strategy
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes import get as recipe_named
@@ -95,7 +97,7 @@ _log = logging.getLogger("acceler8")
 _HANDLERS: dict[type[KwargsHandler], str] = {**HANDLERS, ProfileKwargs: "profile_handler"}
 
 
-class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Collectives, Checkpoints):
+class Accelerator(Surface, PrepareOne, AtLevel, Tracking, Properties, Accumulation, Collectives, Checkpoints):
     """Prepares models, optimizers, loaders and schedulers for one precision, and runs the parts of a loop that differ.
 
     An argument that is None, and ``cpu=False``, leaves the setting to the environment, then to the file.
@@ -107,7 +109,8 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
     recipe, skip: short for ``NativeRecipeKwargs``: a name or a Recipe (default ``rowwise``), or a mapping of patterns
         of layer names to such (None: high precision), and layers that stay in high precision beside the default ones.
         backend: who computes FP8; default: the first that is available of ``fp8_backend_order`` (``NATIVE, AO, TE,
-        MSAMP``). In code it may also be one that another package registers (``acceler8.backends``).
+        MSAMP``). In code it may also be one that another package registers (``acceler8.backends``). MSAMP is training
+        level O1, O2 or O3 on the native GEMMs (docs/levels.md); ``MSAMPRecipeKwargs`` beside another recipe on its.
     cpu: stay on the CPU even if there is a GPU. device: an explicit device; default the GPU of this process, else CPU.
     gradient_accumulation_steps: micro-batches a step, default 1; the loss is divided by it. Or
         gradient_accumulation_plugin, which says more.
@@ -223,8 +226,10 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         for note in (*self.effective.notes, *configuration.check(self.effective)):
             _log.log(logging.WARNING if note.endswith(NOT_FP8) else logging.INFO, note)
         self._fp8_backend = choose_backend(self.effective)
-        self.backend = registered or self._fp8_backend.value.lower()
+        self._gemms = gemm_backend(self.effective) if self.mixed_precision == "fp8" else None
+        self.backend = registered or (self._gemms or self._fp8_backend.value).lower()
         self._check_backend_works()
+        self.level = self._level()
         native = self.handlers.native
         self._recipe_object = recipe_object(_lower(recipe) if native is None else native.recipe)
         self.recipe = self._recipe()
@@ -243,6 +248,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         if isinstance(self.strategy, DeepSpeedProcesses):
             self.deepspeed_plugin = plugin_of(self.effective, deepspeed_plugin, self.strategy)
         self._check_backend_runs_there()
+        self._check_level_runs_there()
         self.scaler = self._loss_scaler()
         self._loader_context = LoaderContext(
             processes=self.processes,
@@ -258,6 +264,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         self._said_slow = False
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
+        self._start_level()
 
     def _loss_scaler(self) -> LossScaler | None:
         handler = self.scaler_handler
@@ -277,7 +284,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
 
     def _check_backend_works(self) -> None:
         """A library that is installed and does not load is said now, not when the first model is prepared."""
-        if self._fp8_backend in (FP8BackendType.NO, FP8BackendType.MSAMP):
+        if self._gemms is None:
             return
         if (problem := backends.find(self.backend).unavailable()) is not None:
             source = self.effective.source("fp8_config.backend")
@@ -298,7 +305,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
 
     def _recipe(self) -> Recipe | LayerRecipes | None:
         """What the backend runs; a Recipe object as it is, for settings may not say all of it."""
-        if self._fp8_backend in (FP8BackendType.NO, FP8BackendType.MSAMP):
+        if self._gemms is None:
             return None
         skip = self.effective["fp8_config.skip"] or ()
         made = self._recipe_object
@@ -307,9 +314,9 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         if made is not None:
             renamed: Recipe = made.replace(skip=skip)
             return renamed
-        is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
+        is_own = backends.full_name(self._gemms) == backends.full_name(self.backend)
         default = None if is_own else backends.find(self.backend).default_recipe
-        return recipe_of(self.effective, self._fp8_backend.value, default)
+        return recipe_of(self.effective, self._gemms, default)
 
     @property
     def plan(self) -> Plan | None:
@@ -383,11 +390,13 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
                 type(model).__name__,
                 ", ".join(sorted({state.plan.recipe.name for state in states})),
             )
+        self._bring_to_level(model)
         self._wrap_forward(model)
         self.strategy.checkpoint_activations(model)
         compile_model(model, self.effective, self.dynamo_plugin)
         self.strategy.num_steps = self.gradients.num_steps
         known_optimizers = [known.given for known in self._optimizers]
+        self._complete_optimizers()
         model = self.strategy.wrap(given, [*known_optimizers, *(o for o in optimizers if o not in known_optimizers)])
         self._models.append(model)
         self._take_over_attachments()
@@ -395,7 +404,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
 
     def _recipe_options(self) -> dict[str, Any]:
         """What ``plan`` is told of the recipe and of the backend's own settings. A torchao config says the recipe."""
-        word, handler = self._fp8_backend.value, self.handlers.ao
+        word, handler = self._gemms or FP8BackendType.NO.value, self.handlers.ao
         options = options_of(self.effective, word, handler)
         has_config = isinstance(options, TorchaoOptions) and options.config is not None
         return {
@@ -439,7 +448,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             for optimizer in self._optimizers:
                 if obj is optimizer.given or obj is optimizer.optimizer:
                     return optimizer
-            stepped = self.strategy.take(obj)
+            stepped = self._at_level(self.strategy.take(obj))
             _move_state(stepped)
             number = len(self._optimizers)
             made = AcceleratedOptimizer(stepped, self.gradients, self.clock, self.scaler, number, given=obj)
@@ -502,6 +511,7 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
         runs between two of them casts the weights as they then are.
         """
         self.gradients.begin_micro_batch()
+        set_windows(self._windows, is_open=not self.gradients.sync_gradients)
         targets = models or tuple(self._models)
         codes = []
         if self.gradients.num_steps > 1 and self.strategy.keeps_weight_codes:
@@ -548,14 +558,17 @@ class Accelerator(Surface, PrepareOne, Tracking, Properties, Accumulation, Colle
             return values
         path = "fp8_config.backend"
         source = self.effective.source(path) if self.effective[path] not in (None, "NO") else DEFAULT
-        is_own = backends.full_name(self._fp8_backend.value) == backends.full_name(self.backend)
+        is_own = backends.full_name(self._gemms or "") == backends.full_name(self.backend)
         values[path] = Value(self._fp8_backend.value if is_own else self.backend, source)
-        values |= fp8_values(self.effective, self._fp8_backend.value)
+        values |= fp8_values(self.effective, self._gemms)
+        values.pop("fp8_config.opt_level", None)
+        if self.level is not None and (asked := level_of(self.effective)) is not None:
+            values["fp8_config.opt_level"] = asked
         if isinstance(self._recipe_object, LayerRecipes):  # of which settings say no more
             told = (
                 "mixed_precision",
                 *("fp8_config." + key for key in ("backend", "layer_recipes", "fp8_steps", "fp8_last_layers")),
-                *("fp8_config." + key for key in ("tokens", "never_slower", "skip")),
+                *("fp8_config." + key for key in ("tokens", "never_slower", "skip", "opt_level")),
             )
             return {path: value for path, value in values.items() if path in told}
         if isinstance(self.recipe, Recipe) and "fp8_config.fp8_format" not in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from acceler8.accelerator.processes import Processes
 from acceler8.config.run_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from acceler8.errors import ConfigError, NotInThisVersionError
 from acceler8.nn import keeps_history
+from acceler8.nn.gradients import GradientWindow, set_windows
 from acceler8.parallel import Strategy
 
 
@@ -33,6 +34,7 @@ class Accumulation:
     _optimizers: list[AcceleratedOptimizer]
     _loader_context: LoaderContext
     _dataloaders: list[AcceleratedLoader]
+    _windows: list[GradientWindow]
 
     @property
     def gradient_state(self) -> GradientState:
@@ -63,9 +65,16 @@ class Accumulation:
         """True if rank 0 reads for all; None: for iterable datasets only."""
         return self.dataloader_config.dispatch_batches
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward does not exchange gradients between processes."""
-        return self.strategy.no_sync(model)
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, backward does not exchange gradients between processes; FP8 gradients add up before they are some."""
+        opened = [window for window in self._windows if not window.is_open]
+        set_windows(opened, is_open=True)
+        try:
+            with self.strategy.no_sync(model):
+                yield
+        finally:
+            set_windows(opened, is_open=False)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> AcceleratedLoader:
         """A loader of the same batches without this process's first ``num_batches``, for an epoch that is resumed.

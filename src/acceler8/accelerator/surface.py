@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acceler8 import levels
 from acceler8.accelerator.loader import AcceleratedLoader, LoaderContext
 from acceler8.accelerator.loss_scaler import LossScaler
 from acceler8.accelerator.optimizer import AcceleratedOptimizer
@@ -24,6 +25,7 @@ from acceler8.config.enums import FP8BackendType, PrecisionType
 from acceler8.config.profile import ProfileKwargs
 from acceler8.config.run_handlers import DataLoaderConfiguration
 from acceler8.errors import ConfigError, NotInThisVersionError, RecipeError, unknown_name
+from acceler8.levels.clip import has_stored
 from acceler8.parallel import Strategy
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.scaling import StepClock
@@ -75,6 +77,8 @@ class Surface:
     output_dtype: str
     strategy: Strategy
     _fp8_backend: FP8BackendType
+    _gemms: str | None
+    level: levels.Level | None
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[Any]
@@ -130,6 +134,7 @@ class Surface:
         self._mixed_precision = word
         if before is not None and word != before:
             self.recipe, self._fp8_backend, self.backend = None, FP8BackendType.NO, FP8BackendType.NO.value.lower()
+            self._gemms = self.level = None
             self.scaler = self._loss_scaler()  # type: ignore[attr-defined]
 
     @property
@@ -256,11 +261,16 @@ class Surface:
         """
         scale = self._gradient_scale()
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if has_stored(parameters):
+            return levels.clip_grad_norm_(parameters, max_norm, norm_type)
         return self.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type) / scale
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to ±``clip_value``; under FP16 and inside a window as ``clip_grad_norm_``."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if has_stored(parameters):
+            levels.clip_grad_value_(parameters, clip_value)
+            return
         self.strategy.clip_grad_value(parameters, clip_value * self._gradient_scale())
 
     def _gradient_scale(self) -> float:

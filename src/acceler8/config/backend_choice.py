@@ -2,7 +2,9 @@
 
 A backend that is named (code > flag > environment > YAML) is taken, or is an error. Where none is named it is the first
 of an order that is installed: ``NATIVE, AO, TE, MSAMP``. The order ``AO,TE,MSAMP`` is Accelerate's, and finds nothing
-where Accelerate finds nothing. MS-AMP's levels change optimizer states, so they are never taken unnamed.
+where Accelerate finds nothing. MS-AMP's levels change optimizer states, so they are never taken unnamed. Named, MSAMP
+is level O2 (or ``opt_level``) on the native backend's GEMMs; ``opt_level`` beside another backend is a level on those
+of that one.
 """
 
 from __future__ import annotations
@@ -53,6 +55,30 @@ def was_told(effective: Effective, path: str) -> bool:
     return path in effective.values and effective.source(path).precedence > Precedence.DEFAULT
 
 
+def gemm_backend(effective: Effective) -> str | None:
+    """The backend whose layers compute: NATIVE for MSAMP, which is levels and has none of its own."""
+    name = preferred_backend(effective)
+    return "NATIVE" if name == "MSAMP" else name
+
+
+def level_of(effective: Effective) -> Value | None:
+    """The level (O1, O2, O3) that is asked for, with who asks; None without one, or without ``fp8``."""
+    if effective["mixed_precision"] != "fp8":
+        return None
+    path, is_named = _FP8 + "opt_level", named_backend(effective) == "MSAMP"
+    if is_named and effective[path] is None:
+        return Value(ENTRIES[path].setting.defaults["MSAMP"], DEFAULT)
+    if effective[path] is None or (not is_named and _is_exported(effective, path)):
+        return None
+    return Value(effective[path], effective.source(path))
+
+
+def _is_exported(effective: Effective, path: str) -> bool:
+    """True for a default that Accelerate's launcher writes into the environment beside another backend."""
+    is_default = effective.source(path).precedence is Precedence.ENVIRONMENT and _is_default(path, effective[path])
+    return is_default and named_backend(effective) is not None
+
+
 def choose_backend(effective: Effective) -> FP8BackendType:
     """The backend that computes FP8; NO if the precision is not ``fp8``.
 
@@ -85,15 +111,14 @@ def cannot_run(effective: Effective) -> Iterator[str]:
 
 
 def _cannot_run_fp8(effective: Effective) -> Iterator[str]:
-    level, backend = effective[_FP8 + "opt_level"], preferred_backend(effective)
-    if level or backend == "MSAMP":
-        path = _FP8 + ("opt_level" if level else "backend")
+    level, backend = level_of(effective), gemm_backend(effective)
+    if level is not None and (engine := effective["distributed_type"]) in ("FSDP", "DEEPSPEED"):
         yield (
-            f"{effective.source(path)}: {'opt_level ' + level if level else 'backend MSAMP'} asks for FP8 gradients"
-            " and optimizer states, which this version cannot train with yet; for FP8 GEMMs without them leave"
-            " opt_level and MSAMPRecipeKwargs out and name backend NATIVE"
+            f"{level.source}: opt_level {level.value} with distributed_type {engine} is not in this version yet, for"
+            " gradients in FP8 are not exchanged between processes; allowed: levels in one process; leave opt_level and"
+            " MSAMPRecipeKwargs (enable_msamp) out and name backend NATIVE"
         )
-    elif backend is not None and backend not in READY and is_backend_available(backend):
+    if backend is not None and backend not in READY and is_backend_available(backend):
         yield (
             f"{effective.source(_FP8 + 'backend')}: backend {backend} is installed, but this version has no"
             f" connection to it yet; allowed: {', '.join(READY)}; name backend NATIVE"
@@ -105,6 +130,7 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
 
     Settings of other backends are left out. Delayed scaling's are left out of other recipes.
     """
+    is_level, backend = backend == "MSAMP", "NATIVE" if backend == "MSAMP" else backend
     values = {}
     for path, entry in ENTRIES.items():
         if not entry.is_fp8 or path == _FP8 + "backend" or (entry.setting.backends and not _has(entry, backend)):
@@ -118,6 +144,8 @@ def fp8_values(effective: Effective, backend: str | None) -> dict[str, Value]:
         found = effective.values.get(path)
         default = Value(entry.setting.defaults.get(backend or ""), DEFAULT)
         value = found if found is not None and found.value is not None else default
+        if path == _FP8 + "opt_level" and value.value is None and is_level:
+            value = Value(entry.setting.defaults["MSAMP"], DEFAULT)
         if value.value is not None:
             values[path] = value
     return values
@@ -148,6 +176,7 @@ def recipe_of(effective: Effective, backend: str = "NATIVE", default: str | None
     """What a backend runs; ``default`` is its recipe if no source names one. Raises ConfigError naming where the
     settings stand.
     """
+    backend = "NATIVE" if backend == "MSAMP" else backend
     values = fp8_values(effective, backend)
     if backend == "TE" and (found := values.get(_FP8 + "fp8_format")) and found.source is DEFAULT:
         del values[_FP8 + "fp8_format"]  # of delayed scaling; block scaling has another one
@@ -180,12 +209,18 @@ def check(effective: Effective) -> list[str]:
     given = [path for path in effective.given() if ENTRIES[path].is_fp8]
     if effective["mixed_precision"] != "fp8":
         return _kept_for_the_script(effective, given)
-    backend = preferred_backend(effective)
+    backend = gemm_backend(effective)
     if backend is None:
         return []
     notes = [note for path in given for note in _check_belongs(effective, path, backend)]
     if effective[_FP8 + "backend"] == "NO":
         notes.append(f"{effective.source(_FP8 + 'backend')}: backend NO names none; {backend} is taken by the order")
+    if effective[_FP8 + "opt_level"] and level_of(effective) is None:
+        path = _FP8 + "opt_level"
+        notes.append(
+            f"{effective.source(path)}: opt_level {effective[path]} is not used beside backend {backend}: launchers"
+            " export it unasked; ask in code (MSAMPRecipeKwargs), by flag or in the YAML file"
+        )
     if backend == "TE":
         _check_te(effective)
     if backend in READY:

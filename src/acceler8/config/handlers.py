@@ -281,13 +281,33 @@ class AORecipeKwargs(RecipeHandler):
 class MSAMPRecipeKwargs(RecipeHandler):
     """MS-AMP's levels: O1 FP8 gradients, O2 (default) and optimizer states, O3 and weights.
 
-    Beside another recipe: levels on top of its GEMMs. Alone: with MS-AMP's own.
+    Beside another recipe: levels on top of its GEMMs. Alone: on those of the native backend. No package msamp is used.
+    By keyword, in code only, choices of the level one by one, as ``acceler8.levels.Level`` has them:
+    ``exp_avg_sq="fp8"``, ``master="bf16_remainder"``, ``gradient="weight"``.
     """
 
     BACKEND = "MSAMP"
     PATHS = _paths("opt_level")
 
     opt_level: str | None = None
+    weight: str | None = dataclasses.field(default=None, kw_only=True)
+    master: str | None = dataclasses.field(default=None, kw_only=True)
+    gradient: str | None = dataclasses.field(default=None, kw_only=True)
+    exp_avg: str | None = dataclasses.field(default=None, kw_only=True)
+    exp_avg_sq: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def choices(self) -> dict[str, str]:
+        """What is chosen beside the level."""
+        found = {name: getattr(self, name) for name in ("weight", "master", "gradient", "exp_avg", "exp_avg_sq")}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def code_only(self) -> list[str]:
+        """The choices."""
+        of_level = [
+            f"{type(self).__name__}({name}={value!r}) exists in code only, no flag, variable or YAML key has it"
+            for name, value in self.choices().items()
+        ]
+        return [*super().code_only(), *of_level]
 
     def route_values(self) -> RouteValues:
         """With the level even where it is the default: the class asks for one."""

@@ -21,6 +21,7 @@ from acceler8.conversion.plan import Plan
 from acceler8.conversion.plan import plan as make_plan
 from acceler8.errors import PlanError
 from acceler8.nn import ModelState, state_of
+from acceler8.nn.gradients import close_windows, leave_zero_grad, open_windows, release_gradients
 from acceler8.nn.model_state import ATTRIBUTE
 from acceler8.recipes import LayerRecipes, Recipe
 from acceler8.recipes.layers import recipe_of_layer
@@ -144,14 +145,18 @@ def _schedules(plan: Plan, layers: list[str], clock: StepClock) -> dict[str, Sch
 def restore(model: nn.Module) -> nn.Module:
     """Undo ``convert``: the same model, its layers plain again, with the values that they have now.
 
+    Gradients of a training level are plain again too; weights that it made 16 bit stay so.
+
     Raises: PlanError if the model is not converted.
     """
     state = state_of(model)
     state.leave()
     backends.get(state.backend).restore_layers(model)
+    release_gradients(model.parameters())
     for module in model.modules():
         module.__dict__.pop(ATTRIBUTE, None)
         untie(module)
+        leave_zero_grad(module)
     return model
 
 
@@ -207,17 +212,20 @@ def window(model: nn.Module) -> Iterator[None]:
     Codes are made anew after a step that is marked on the model's clock, ``load_state_dict``, a move, an
     assignment, and in-place changes that PyTorch counts. The caller answers for the rest: edits through
     ``.data`` and fused optimizer steps that nobody marks. ``verify`` finds stale codes. A window inside a window
-    is the outer one. Codes are dropped when it closes.
+    is the outer one. Codes are dropped when it closes. Gradients that a training level stores in FP8 add up in 16 or 32
+    bits inside, and become FP8 once, when it closes or the optimizer steps.
     Raises: PlanError if the model is not converted.
     """
     opened = [codes for codes in state_of(model).codes if not codes.is_open]
     for codes in opened:
         codes.open()
+    adding = open_windows(model)
     try:
         yield
     finally:
         for codes in opened:
             codes.close()
+        close_windows(model, adding)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from acceler8.conversion.step_guards import Gradients, Guards, argument
 from acceler8.errors import PlanError, RunError
 from acceler8.nn import Fp8Linear, find_states, fp8_layers
+from acceler8.nn.gradients import stored_gradient
 from acceler8.scaling import AmaxState, StepClock
 
 _log = logging.getLogger("acceler8")
@@ -301,6 +302,11 @@ def _check_kinds(train_step: Any, model: Any, optimizers: tuple[Any, ...]) -> No
         raise PlanError(
             f"GraphedStep got {', '.join(wrong) or 'no optimizer'}; allowed: a function, a module and the optimizers"
             " that the function steps, whose numbers are compared: GraphedStep(train_step, model, optimizer)"
+        )
+    if any(stored_gradient(p) is not None for p in model.parameters()):
+        raise PlanError(
+            f"GraphedStep got a {type(model).__name__} at a training level, whose gradients are stored in FP8 by hooks"
+            " that a graph does not replay; allowed: models whose gradients are PyTorch's; step this one eagerly"
         )
 
 

@@ -40,6 +40,7 @@ from acceler8.nn import (
     run_one_by_one,
     state_of,
 )
+from acceler8.nn.gradients import gradient_of
 from acceler8.recipes import Recipe
 
 StepFunction = Callable[[], Any]
@@ -200,7 +201,7 @@ def _covered(known: dict[str, Any], named: dict[str, nn.Parameter]) -> str:
     return f"{len(known) - gone} parameters" + (f"; {gone} have another name since conversion" if gone else "")
 
 
-def _fresh(layer: Fp8Linear, orientation: str, *more: Fp8Linear) -> Quantized:
+def fresh_weight_codes(layer: Fp8Linear, orientation: str, *more: Fp8Linear) -> Quantized:
     """A cast of the layer's weight as it is now; of several layers that are cast as one, of all their weights."""
     weights = [part._acceler8_layer.codes.source(part.weight) for part in (layer, *more)]
     return _cast_of(layer, orientation, torch.cat(weights) if more else weights[0])
@@ -242,11 +243,22 @@ def _codes(model: nn.Module) -> tuple[list[str], str]:
         codes.follow(*(layer.weight for layer in layers))
         for orientation, kept in codes.live().items():
             seen += 1
-            if not _same(kept, _fresh(layers[0], orientation, *layers[1:])):
+            if not _same(kept, fresh_weight_codes(layers[0], orientation, *layers[1:])):
                 bad.append(
                     f"{name} changed inside an open window and its kept codes ({orientation}) are stale; close"
                     " the window, or mark the change with acceler8.step(model)"
                 )
+    for name, layer in fp8_layers(model):
+        persistent = layer._acceler8_layer.kept
+        rows = None if persistent is None else persistent.get(layer.weight)
+        if rows is None:
+            continue
+        seen += 1
+        if not _same(rows, fresh_weight_codes(layer, "rows")):
+            bad.append(
+                f"{name}.weight changed since the step that made its kept codes (level O3), which are older now; change"
+                " weights by counted operations under torch.no_grad(), not through .data, or call acceler8.step(model)"
+            )
     return bad, f"{seen} live codes equal a fresh cast"
 
 
@@ -352,8 +364,9 @@ class _NoteGradient:
         self.name, self.seen = name, seen
 
     def __call__(self, p: Tensor) -> None:
-        if p.grad is not None:
-            self.of_backward(shard(p.grad))
+        gradient = gradient_of(p)
+        if gradient is not None:
+            self.of_backward(shard(gradient))
 
     def of_backward(self, grad: Tensor) -> None:
         """The same, of the gradient as backward gives it."""
@@ -532,7 +545,7 @@ class _CompareGathered:
         self.seen.add(self.name)
         assert isinstance(layer, Fp8Linear)
         with torch.no_grad():
-            fresh = _fresh(layer, "rows")
+            fresh = fresh_weight_codes(layer, "rows")
             arrived = layer._acceler8_layer.codes.get("rows")
         assert arrived is not None
         width = arrived.codes.shape[1]  # what is filled up to a multiple of 16 does not travel

@@ -18,6 +18,47 @@ from torch import Tensor
 from acceler8.kernels import Quantized
 
 
+class PersistentCodes:
+    """Codes of one weight that stay beside it from step to step (level O3), for those who send or read weights in FP8.
+
+    No forward reads them: nothing tells for sure that a weight is still the one they were made of (the module's
+    docstring), and whatever would, a checksum of all elements, reads as much memory as casting anew. ``get`` gives them
+    unless PyTorch counted a change of the weight, or it is another; ``acceler8.verify`` compares the numbers.
+    A copy or pickle has none, and no state_dict does.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Quantized | None = None
+        self._weight: Tensor | None = None
+        self._seen: tuple[int, bool] = (0, False)
+
+    def put(self, weight: Tensor, rows: Quantized) -> None:
+        """Keep codes that were just made of ``weight``."""
+        self._rows, self._weight = rows, weight.detach()
+        self._seen = (weight._version, weight.requires_grad)
+
+    def get(self, weight: Tensor) -> Quantized | None:
+        """The codes of ``weight``, contracted along its rows; None, and dropped, if it is known to have changed."""
+        known = self._weight
+        if known is not None and (
+            known.data_ptr() != weight.data_ptr()
+            or known.dtype is not weight.dtype
+            or self._seen != (weight._version, weight.requires_grad)
+        ):
+            self.drop()
+        return self._rows
+
+    def drop(self) -> None:
+        """Keep none until the next step."""
+        self._rows = self._weight = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PersistentCodes:
+        return PersistentCodes()
+
+    def __reduce__(self) -> tuple[type[PersistentCodes], tuple[()]]:
+        return PersistentCodes, ()
+
+
 class WeightCodes:
     """Codes of one weight, or of several that are one operand, kept while a window is open."""
 

@@ -36,7 +36,7 @@ from acceler8.kernels._ue5m3 import decode_ue5m3, encode_ue5m3
 HEADER = 2  # int64 before the rows: addresses of found_inf and grad_scale, 0 for none
 COLUMNS = (
     *("param", "grad", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "master", "master_scale"),
-    *("step", "numel", "group", "number"),
+    *("step", "grad_scale", "numel", "group", "number"),
 )
 GROUP_COLUMNS = ("lr", "lr_address", "beta1", "beta2", "eps", "weight_decay", "sign", "decoupled")
 NUMBERS = 16  # int32 a parameter, in the order in which the first kernel stores them; a cache line
@@ -56,6 +56,7 @@ _HEADER, _COLUMNS, _GROUP_COLUMNS = constexpr(HEADER), constexpr(len(COLUMNS)), 
     _MASTER_AT,
     _MASTER_SCALE_AT,
     _STEP_AT,
+    _GRAD_SCALE_AT,
     _NUMEL_AT,
     _GROUP_AT,
     _NUMBER_AT,
@@ -67,6 +68,7 @@ _REMAINDER, _MASTER_FP16 = constexpr(REMAINDER), constexpr(MASTER_FP16)
 _DTYPES = constexpr((tl.float32, tl.bfloat16, tl.float16, tl.uint8) if HAVE_TRITON else None)
 _MASTER_DTYPES = constexpr((tl.int8, tl.int8, tl.float32, tl.int16, tl.float16) if HAVE_TRITON else None)
 _F32 = constexpr(tl.float32 if HAVE_TRITON else None)
+_U8 = constexpr(tl.uint8 if HAVE_TRITON else None)
 _FP16_LEAST = constexpr(2.0**-24)
 _PTX = constexpr(PTX)
 _EPS_LEAST, _EPS_MOST = constexpr(EPS_LEAST), constexpr(EPS_MOST)
@@ -296,6 +298,20 @@ def _store_weight(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _load_gradient(  # type: ignore[no-untyped-def]
+    pointers, row, first_block, inside, blocks, block_inside, GRAD: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A gradient in FP32: plain numbers, or E4M3 codes (GRAD is uint8) with their blocks' scales."""
+    if GRAD == _U8:
+        scales = _at(row, _GRAD_SCALE_AT, tl.float32, first_block, False)
+        value = decode_e4m3(tl.load(pointers, mask=inside, other=0), HARDWARE)
+        value = value * tl.load(scales + blocks, mask=block_inside, other=0.0)[:, None]
+    else:
+        value = as_fp32(tl.load(pointers, mask=inside, other=0.0))
+    return value
+
+
+@jit
 def _number(numbers, INDEX: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.load(numbers + INDEX).to(tl.float32, bitcast=True)
 
@@ -340,7 +356,8 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         if MASTER == _STOCHASTIC or SECOND == _BF16:
             random = _hash32((start.to(tl.int32) + at) ^ tl.load(numbers + 1))
 
-        gradient = as_fp32(tl.load(grads, mask=inside, other=0.0)) * _number(numbers, 2)
+        gradient = _load_gradient(grads, row, first_block, inside, blocks, block_inside, GRAD, HARDWARE)
+        gradient = gradient * _number(numbers, 2)
         weight = _load_weight(params, masters, master_scale_ptr, inside, blocks, block_inside, MASTER)
         first = _load_moment(firsts, first_scale_ptr, inside, blocks, block_inside, FIRST, False, HARDWARE)
         second = _load_moment(seconds, second_scale_ptr, inside, blocks, block_inside, SECOND, True, HARDWARE)

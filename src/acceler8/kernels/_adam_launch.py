@@ -205,10 +205,15 @@ class AdamLaunches:
             programs,
             (torch.int64, torch.int32, torch.int32),
             (
-                _triton.type_of(kind.param), _triton.type_of(kind.grad), _FORMATS[kind.exp_avg],
+                _triton.type_of(kind.param), _gradient_type(kind.grad), _FORMATS[kind.exp_avg],
                 _FORMATS[kind.exp_avg_sq], _MASTERS[kind.master], kind.decoupled, is_aligned,
                 _triton.has_fp8_conversion(self.device), self._shape.blocks, BLOCK,
             ),
             self._shape.warps,
             self._shape.registers,
         )  # fmt: skip
+
+
+def _gradient_type(dtype: torch.dtype) -> Any:
+    """Triton's name of what a gradient is stored as: codes are bytes."""
+    return _triton.tl.uint8 if dtype is torch.float8_e4m3fn else _triton.type_of(dtype)

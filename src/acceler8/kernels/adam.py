@@ -13,6 +13,7 @@ moments         "fp32"; "bf16", the second rounded stochastically, for to neares
 master weights  "none": the parameter, rounded to nearest; "stochastic": the BF16 parameter, rounded stochastically;
                 "fp32"; "bf16_remainder": the 16 bits that the BF16 parameter lacks of FP32, so both together are exact;
                 "fp16": FP16 in blocks of 128 under powers of two
+gradients       FP32, BF16, FP16 of PyTorch's own; or E4M3 in blocks of 128, as training levels store them
 ==============  =====================================================================================================
 
 On a GPU everything is one launch for each combination of formats, and one before them. The same codes come from the
@@ -76,7 +77,7 @@ class AdamTensors(NamedTuple):
 
     All lie in memory without gaps and in the same order; contiguous, where a format has blocks.
 
-    Shapes: those of the parameter; scales [ceil(n / 128)] FP32; step [] FP32.
+    Shapes: those of the parameter; scales [ceil(n / 128)] FP32; step [] FP32. grad_scale: of a gradient that is E4M3.
     """
 
     param: Tensor
@@ -88,6 +89,7 @@ class AdamTensors(NamedTuple):
     master: Tensor | None
     master_scale: Tensor | None
     step: Tensor
+    grad_scale: Tensor | None = None
 
 
 class AdamRow(NamedTuple):
@@ -200,21 +202,25 @@ def adam_ref(row: AdamRow, numbers: AdamNumbers, grad_scale: float = 1.0) -> Non
     tensors.step.add_(1)
     scalars = _scalars(int(tensors.step), row.number, numbers, grad_scale)
     # in the order of memory, as kernels go: a view, also of a tensor that is dense but not contiguous
-    flat = [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors[:8]]
+    flat = {
+        name: None if t is None else t.as_strided((t.numel(),), (1,))
+        for name, t in tensors._asdict().items()
+        if name != "step"
+    }
     for start in range(0, tensors.param.numel(), _SLICE):
-        part = [
-            None if t is None else t[start // BLOCK :][: _SLICE // BLOCK] if name.endswith("scale") else
+        part = {
+            name: None if t is None else t[start // BLOCK :][: _SLICE // BLOCK] if name.endswith("scale") else
             t[start : start + _SLICE]
-            for name, t in zip(AdamTensors._fields, flat, strict=False)
-        ]  # fmt: skip
-        _update(AdamTensors(*part, tensors.step), kind, scalars, start)  # type: ignore[call-arg, arg-type]
+            for name, t in flat.items()
+        }  # fmt: skip
+        _update(AdamTensors(**part, step=tensors.step), kind, scalars, start)  # type: ignore[arg-type]
 
 
 def _update(part: AdamTensors, kind: AdamKind, scalars: _Scalars, start: int) -> None:
     random = torch.zeros((), dtype=torch.int32)
     if kind.master == "stochastic" or kind.exp_avg_sq == "bf16":
         random = random_bits(start, part.param.numel(), scalars.seed, part.param.device)
-    gradient = part.grad.float() * scalars.grad
+    gradient = load_moment(part.grad, part.grad_scale, E4M3_BLOCK) * scalars.grad
     weight = load_weight(part.param, part.master, part.master_scale, kind.master)
     first = load_moment(part.exp_avg, part.exp_avg_scale, FIRST_CODES.get(kind.exp_avg))
     second = load_moment(part.exp_avg_sq, part.exp_avg_sq_scale, SECOND_CODES.get(kind.exp_avg_sq))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from acceler8.functional import LinearSlots, WeightCodes, linear
 from acceler8.functional.call import Observer
+from acceler8.functional.weight_codes import PersistentCodes
 from acceler8.nn.group import LinearGroup
 from acceler8.recipes import Recipe
 from acceler8.scaling import AmaxState, Schedule, StepClock
@@ -40,6 +41,8 @@ class LayerState:
     """Layers that read the same activation, this one included."""
     group: LinearGroup | None = None
     """Those layers, if they can run as one operation."""
+    kept: PersistentCodes | None = None
+    """Codes of the weight that stay from step to step; level O3 only."""
     observer: Observer | None = None
     evaluates_in_fp8: bool = False
     schedule: Schedule | None = None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from acceler8.errors import ConfigError
+from acceler8.errors import ConfigError, GradientError
 from acceler8.kernels._adam_launch import AdamLaunches
 from acceler8.kernels.adam import AdamKind, AdamNumbers, AdamRow, AdamTensors, adam_step
 from acceler8.optim.base import Row, StateFormatsOptimizer
@@ -33,14 +33,15 @@ class Adam(StateFormatsOptimizer):
     params, lr, betas, eps, weight_decay, maximize: as torch's, with its defaults; ``lr`` may be a tensor.
     moments: format of both moments, "fp32" (default), "bf16", "fp16" or "fp8"; exp_avg and exp_avg_sq: of one alone.
     master: "none" (default), "stochastic", "fp32", "bf16_remainder" or "fp16"; float32 parameters need none.
-    quantize: "matrices" (default), "all" or "none": see ``acceler8.optim.StateFormatsOptimizer``. Every option of a
-        format may be set by group, under the same words; there they become ``exp_avg_format``, ``exp_avg_sq_format``.
+    quantize: "matrices" (default), "all", "none", "level": see ``acceler8.optim.StateFormatsOptimizer``. Every option
+        of a format may be set by group, in the same words; there they become ``exp_avg_format``, ``exp_avg_sq_format``.
     foreach, fused, capturable: taken and without effect, for each step is fused, needs no host and can be captured.
     Gradients that ``GradScaler`` found not finite are dropped on the device, without waiting for it.
     Raises: ConfigError for amsgrad or differentiable, and for numbers that torch refuses too; DtypeError for formats.
     """
 
     MOMENTS: ClassVar[tuple[Moment, ...]] = (Moment("exp_avg"), Moment("exp_avg_sq", is_unsigned=True))
+    READS_CODES: ClassVar[bool] = True
     _DECOUPLED = False
 
     def __init__(
@@ -99,6 +100,8 @@ class Adam(StateFormatsOptimizer):
 
     def update(self, device: torch.device, rows: Sequence[Row]) -> None:
         """One fused pass over ``rows``."""
+        if any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")):
+            _check_not_coded(rows)
         groups = [self._group_numbers(group) for group in self.param_groups]
         scale, found = (
             None if flag is None else flag.to(device, torch.float32, non_blocking=True)
@@ -122,7 +125,7 @@ class Adam(StateFormatsOptimizer):
         told = self._told.get(row.owner)
         if told is None or not told.holds(row):
             told = self._tell(row)
-        tensors = AdamTensors(row.param, row.grad, *told.stored)  # type: ignore[arg-type]
+        tensors = AdamTensors(row.param, row.grad, *told.stored, row.grad_scale)  # type: ignore[arg-type, call-arg]
         return AdamRow(told.kind, tensors, row.group, row.number)
 
     def _tell(self, row: Row) -> _Told:
@@ -163,6 +166,16 @@ class _Told:
             and self.formats is row.formats
             and len(self.state) == len(row.state)
             and all(map(is_, self.state, row.state.values()))
+        )
+
+
+def _check_not_coded(rows: Sequence[Row]) -> None:
+    """``GradScaler`` scales losses, unscales ``p.grad`` and looks there for infinities: it sees no gradient in FP8."""
+    if any(row.grad_scale is not None for row in rows):
+        raise GradientError(
+            "optimizer.step got the scale of a GradScaler and gradients that are stored in FP8, which it neither"
+            " unscales nor checks; allowed: one of them; leave GradScaler out (GradScaler(enabled=False)) and compute"
+            " in BF16: each block of an FP8 gradient has a scale of its own"
         )
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from acceler8.errors import DtypeError, HardwareError, ShapeError
-from acceler8.formats import FP16_POW2
+from acceler8.formats import E4M3_BLOCK, FP16_POW2, decode_blocks
+from acceler8.nn.gradients import StoredGradient, drop_gradients, settle_gradients, stored_gradient
 from acceler8.optim import saving
 from acceler8.optim.formats import StateFormats, check_group, check_parameter, formats_of, with_formats
 from acceler8.optim.settle import entries_of, is_settled, settle, stored_formats
@@ -46,11 +47,16 @@ class StateFormatsOptimizer(Optimizer):
     Options of a group, beside the subclass's own, all of which may change between groups:
         ``<moment>_format``: "fp32", "bf16", "fp16", "fp8".
         ``master``: "none", "stochastic", "fp32", "bf16_remainder", "fp16"; a float32 parameter is its own master.
-        ``quantize``: "matrices" keeps vectors, embeddings and heads in FP32, "all" nothing, "none" everything.
+        ``quantize``: "matrices" keeps vectors, embeddings and heads in FP32, "all" nothing, "none" everything, "level"
+            everything but the weights that a training level stores in few bits (``acceler8.levels``).
+    Gradients that are stored in FP8 are read as they are: codes, where ``READS_CODES`` says that ``update`` takes them
+    (``row.grad_scale`` is then their scales), else decoded to FP32, one device's at a time.
     Raises: DtypeError or ShapeError for a format that is unknown, or that a parameter cannot have.
     """
 
     MOMENTS: ClassVar[tuple[Moment, ...]] = ()
+    READS_CODES: ClassVar[bool] = False
+    reads_stored_gradients = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._formats: dict[Tensor, _Known] = {}
@@ -134,20 +140,26 @@ class StateFormatsOptimizer(Optimizer):
     def _update_all(self) -> None:
         by_device: dict[torch.device, list[Row]] = {}
         changed: list[Tensor] = []
+        used: list[StoredGradient] = []
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
-                grad = p.grad
+                grad, store = p.grad, stored_gradient(p)
+                if store is not None and store.stores:
+                    grad = _codes_of(p, store)
+                    used.append(store)
                 if grad is None:
                     continue
-                row = self._row(p, grad, index)
+                row = self._row(p, grad, index, None if grad is p.grad or store is None else store.scale_inv)
                 by_device.setdefault(row.param.device, []).append(row)
                 changed.append(row.param)
         for device, rows in by_device.items():
             self.update(device, rows)
+        for store in used:
+            store.is_used = True
         if changed:  # kernels change memory behind autograd's back, which must know that saved weights are not as saved
             torch.autograd.graph.increment_version(changed)
 
-    def _row(self, p: Tensor, grad: Tensor, group: int) -> Row:
+    def _row(self, p: Tensor, grad: Tensor, group: int, grad_scale: Tensor | None = None) -> Row:
         param = shard(p)
         is_contiguous = param.is_contiguous()
         if not is_contiguous and not _has_no_gaps(param):
@@ -155,13 +167,24 @@ class StateFormatsOptimizer(Optimizer):
                 f"a parameter of shape {list(p.shape)} has strides {list(param.stride())}; allowed: memory without gaps"
                 " or overlaps, in any order; make it p.contiguous() before the optimizer is built"
             )
-        known, grad = self._known(p, is_contiguous), _gradient(p, grad, param)
+        known = self._known(p, is_contiguous)
+        if grad_scale is None:
+            grad = _gradient(p, grad, param)
+        elif grad.device != param.device or grad.shape != param.shape or not is_contiguous:
+            raise _moved(p, grad, param)
+        elif not self.READS_CODES:
+            grad, grad_scale = decode_blocks(grad, grad_scale, E4M3_BLOCK), None
         state, formats = self.state[p], known.formats
         if "step" not in state:
             self._make_state(p, state, formats)
         elif not is_settled(param, state, known.entries):
             formats = settle(p, state, self.MOMENTS, formats)
-        return Row(p, param, grad, state, formats, group, known.number)
+        return Row(p, param, grad, state, formats, group, known.number, grad_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those that are stored in FP8 too."""
+        super().zero_grad(set_to_none)
+        drop_gradients(p for group in self.param_groups for p in group["params"])
 
     def _make_state(self, p: Tensor, state: dict[str, Any], formats: StateFormats) -> None:
         state["step"] = torch.zeros((), device=local(p).device)
@@ -227,10 +250,10 @@ class StateFormatsOptimizer(Optimizer):
 class Row:
     """One parameter of a step: local, plain tensors in one memory order.
 
-    number: its place among all parameters, which seeds its random bits.
+    number: its place among all parameters, which seeds its random bits. grad_scale: scales of a gradient that is codes.
     """
 
-    __slots__ = ("formats", "grad", "group", "number", "owner", "param", "state")
+    __slots__ = ("formats", "grad", "grad_scale", "group", "number", "owner", "param", "state")
 
     def __init__(
         self,
@@ -241,9 +264,30 @@ class Row:
         formats: StateFormats,
         group: int,
         number: int,
+        grad_scale: Tensor | None = None,
     ) -> None:
         self.owner, self.param, self.grad, self.state = owner, param, grad, state
-        self.formats, self.group, self.number = formats, group, number
+        self.formats, self.group, self.number, self.grad_scale = formats, group, number, grad_scale
+
+
+def _codes_of(p: Tensor, store: StoredGradient) -> Tensor | None:
+    """The codes that a step reads; what still adds up in a window becomes some first."""
+    if p.grad is not None:
+        settle_gradients([p])
+    return store.codes
+
+
+def _moved(p: Tensor, codes: Tensor, param: Tensor) -> HardwareError | ShapeError:
+    """A parameter that is no longer what its codes were made of."""
+    if codes.device != param.device:
+        return HardwareError(
+            f"the FP8 gradient of a parameter of shape {list(p.shape)} is on {codes.device}; allowed: {param.device},"
+            " where the parameter is; move a model between two steps, after zero_grad()"
+        )
+    return ShapeError(
+        f"the FP8 gradient of a parameter of shape {list(p.shape)} has shape {list(codes.shape)}; allowed: that of the"
+        " parameter, contiguous; call zero_grad() before its shape or memory order changes"
+    )
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:

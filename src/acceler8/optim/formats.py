@@ -20,8 +20,9 @@ from acceler8.conversion.filters import HEAD_NAMES
 from acceler8.errors import DtypeError, ShapeError, unknown_name
 from acceler8.formats import BLOCK
 from acceler8.kernels.adam import MASTER_FORMATS, MOMENT_FORMATS
+from acceler8.nn.gradients import stored_gradient
 
-QUANTIZE = ("matrices", "all", "none")
+QUANTIZE = ("matrices", "all", "none", "level")
 EMBEDDING_NAMES = frozenset(
     {
         *("embed", "embedding", "embeddings", "embed_tokens", "embed_positions", "embed_in", "tok_embeddings"),
@@ -92,6 +93,8 @@ def formats_of(p: Tensor, group: Mapping[str, Any], moments: tuple[str, ...], na
     formats = StateFormats(asked, master, "")
     if group["quantize"] == "none":
         return _kept(formats, "kept by its group")
+    if group["quantize"] == "level" and stored_gradient(p) is None:
+        return _kept(formats, "no weight of its level")
     if group["quantize"] == "matrices" and (reason := _role(p, name)):
         return _kept(formats, reason)
     if formats.has_blocks and (reason := _no_blocks(p)):

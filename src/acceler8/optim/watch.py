@@ -29,6 +29,7 @@ from torch import Tensor
 
 from acceler8.errors import ConfigError
 from acceler8.formats import BLOCK, FP16_POW2, decode_blocks, join_bf16
+from acceler8.nn.gradients import gradient_of, stored_gradient
 from acceler8.optim.base import StateFormatsOptimizer
 from acceler8.optim.state import Moment, local, moment_code
 
@@ -92,12 +93,12 @@ class StateWatch:
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
-            yield from (p for p in group["params"] if p.grad is not None and self.optimizer.state.get(p))
+            yield from (p for p in group["params"] if _has_gradient(p) and self.optimizer.state.get(p))
 
     def _count(self, p: Tensor, before: Tensor) -> Tensor:
         """Six counts of the sample: zeros of what, stuck of what, lost of what."""
         state = self.optimizer.state[p]
-        gradient = self._pick(p, local(p.grad)) != 0  # type: ignore[arg-type]
+        gradient = self._pick(p, local(gradient_of(p))) != 0  # type: ignore[arg-type]
         none = gradient.new_zeros((), dtype=torch.int64)
         counts = [none] * 4
         for moment in self.optimizer.MOMENTS:
@@ -174,6 +175,11 @@ def watch_states(optimizer: Any, *, every: int = 100, sample: int = 2**16) -> It
         yield watch
     finally:
         watch.remove()
+
+
+def _has_gradient(p: Tensor) -> bool:
+    store = stored_gradient(p)
+    return p.grad is not None or (store is not None and store.codes is not None)
 
 
 def _names(optimizer: StateFormatsOptimizer) -> dict[Tensor, str]:
