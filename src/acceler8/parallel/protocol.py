@@ -41,6 +41,10 @@ class Strategy:
         """Bring the model to this process's device, before it is converted. Its Parameters stay the same objects."""
         model.to(self.device)
 
+    def place_whole(self, model: nn.Module) -> None:
+        """Bring a model that is not trained, and so not wrapped, to this process's device."""
+        model.to(self.device)
+
     def checkpoint_activations(self, model: nn.Module) -> None:
         """Let blocks of a converted model recompute their activations in backward, if that is asked of the strategy.
         Before the model is compiled and wrapped.
