@@ -131,10 +131,12 @@ def loaded_in_first() -> None:
         model = Model()
         if rank():
             model.to("meta")
-        tied = copy.copy(model)
+        tied, reference = copy.copy(model), copy.deepcopy(model)
         accelerator = fp8(recipe, fsdp_plugin=in_fp32(cpu_ram_efficient_loading=True))
         assert_same(trained(accelerator, model), want)
         assert tied.head is model.head
+        reference = accelerator.prepare_model(reference, evaluation_mode=True)  # whole everywhere
+        assert_same(parameters(reference), dict(Model().named_parameters()))
         assert all(not t.is_meta for t in (*model.parameters(), *model.buffers()))
         assert all(not state.amax.data.is_meta for state in find_states(model) if state.amax is not None)
     for gathers in (False, True):  # torchao's subclass is around shards that were filled in

@@ -36,7 +36,7 @@ class PrepareOne:
         if evaluation_mode:
             self.verify_device_map(model)
             if self.device_placement if device_placement is None else device_placement:
-                self.strategy.place(model)
+                self.strategy.place_whole(model)
             self._wrap_forward(model)  # type: ignore[attr-defined]
             return model
         with self._placement(device_placement):

@@ -134,6 +134,13 @@ class ShardedProcesses(Strategy):
         else:
             model.to(self.device)
 
+    def place_whole(self, model: nn.Module) -> None:
+        """To the device; of a model that only process 0 holds, its values on all."""
+        if self.options.loads_in_first:
+            fill_from_first(model, [p.detach() for p, _ in places_of(model)], self.device)
+        else:
+            model.to(self.device)
+
     def _empty(self, model: nn.Module) -> _Loading:
         """The model without values; its Parameters as they were, and process 0's values."""
         if model not in self._loading:

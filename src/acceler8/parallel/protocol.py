@@ -58,6 +58,10 @@ class Strategy:
         """Inside, Parameters have their whole shapes, if not their values: for planning and converting a model."""
         return nullcontext()
 
+    def place_whole(self, model: nn.Module) -> None:
+        """Bring a model that is not trained, and so not wrapped, to this process's device."""
+        model.to(self.device)
+
     def checkpoint_activations(self, model: nn.Module) -> None:
         """Let blocks of a converted model recompute their activations in backward, if that is asked of the strategy.
         Before the model is compiled and wrapped.
