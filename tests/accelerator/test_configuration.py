@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import acceler8
 from acceler8 import backends, recipes
@@ -223,13 +222,7 @@ def test_a_wrong_file_is_located(tmp_path) -> None:
 # --- what is kept and not done
 
 
-def test_engines_of_the_environment_are_refused_too(monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    accelerator = Accelerator("no", cpu=True)
-    assert accelerator.distributed_type is DistributedType.DEEPSPEED
-    with pytest.raises(NotInThisVersionError, match="environment ACCELERATE_USE_DEEPSPEED"):
-        accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2))))
-    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+def test_a_compiler_that_the_environment_leaves_out(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     assert Accelerator("no", cpu=True, dynamo_plugin=TorchDynamoPlugin()).prepare(model()) is not None
 
