@@ -18,6 +18,7 @@ from acceler8 import Accelerator, levels
 from acceler8.backends.torchao import library
 from acceler8.errors import CheckpointError, ConfigError, NotInThisVersionError
 from acceler8.nn.gradients import stored_gradient
+from acceler8.parallel import Strategy
 from acceler8.utils import AORecipeKwargs, DeepSpeedPlugin, MSAMPRecipeKwargs, NativeRecipeKwargs
 from tests.models import Mlp, batch
 from tests.optim.support import same
@@ -309,6 +310,19 @@ def test_deepspeed_with_levels_is_refused():
     plugin = DeepSpeedPlugin(zero_stage=1, enable_msamp=True, gradient_accumulation_steps=1)
     with pytest.raises(NotInThisVersionError):
         accelerator(deepspeed_plugin=plugin).prepare(mlp())
+
+
+class _Two(Strategy):
+    """Two processes, as far as the constructor asks."""
+
+    name, num_processes = "ddp", 2
+
+
+def test_several_processes_are_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("acceler8.accelerator.accelerator.make_strategy", lambda *_: _Two(torch.device("cpu")))
+    with pytest.raises(NotInThisVersionError, match=r"opt_level O2 in 2 processes .*allowed: levels in one process"):
+        accelerator(MSAMPRecipeKwargs("O2"))
+    assert accelerator().level is None
 
 
 def test_levels_need_fp8():
