@@ -19,6 +19,7 @@ from acceler8.checkpoint.folder import whole_folder
 from acceler8.checkpoint.manifest import write_manifest
 from acceler8.checkpoint.save import OWNED
 from acceler8.checkpoint.sharded import HEADER, write_index
+from acceler8.checkpoint.shards import write_model
 from acceler8.checkpoint.tensorfile import write_tensors
 from acceler8.errors import CheckpointError
 from tests.checkpoint.support import assert_same
@@ -26,8 +27,14 @@ from tests.checkpoint.support import assert_same
 ROOT = Path(__file__).parent.parent.parent
 
 
-def write_by_hand(folder: Path, tensors: dict[str, torch.Tensor], count: int, stem: str = "model") -> Path:
-    """What ``count`` processes that divide the rows would have written."""
+def write_by_hand(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    count: int,
+    stem: str = "model",
+    whole: dict[str, dict[str, torch.Tensor]] | None = None,
+) -> Path:
+    """What ``count`` processes that divide the rows would have written; ``whole`` are models that one wrote."""
     with whole_folder(folder, OWNED) as building:
         for number in range(count):
             own, offsets = {}, {}
@@ -40,6 +47,8 @@ def write_by_hand(folder: Path, tensors: dict[str, torch.Tensor], count: int, st
             name = f"{stem}.shard-{number + 1:05d}-of-{count:05d}.safetensors"
             write_tensors(building / name, own, stem, {HEADER: json.dumps(offsets)})
         write_index(building, stem, tensors, count)
+        for other, state in (whole or {}).items():
+            write_model(building, other, state, 100)
         (building / "config.json").write_text('{"model_type": "none"}')
         write_manifest(building, tied={}, progress={}, config={})
     return folder
@@ -87,6 +96,22 @@ def test_several_files_have_the_index_that_transformers_reads(tmp_path, tensors)
         assert sorted(load_file(path)) == sorted(n for n, file in content["weight_map"].items() if file == path.name)
     assert_same(in_order({k: v for path in files for k, v in load_file(path).items()}), in_order(tensors))
     assert not (tmp_path / "out" / "model.safetensors").exists()  # the one of before
+
+
+@pytest.mark.parametrize("stem", ["model", "model_1"])
+def test_a_whole_model_beside_one_of_shards_is_written_too(tmp_path, tensors, stem):
+    other = {"model": "model_1", "model_1": "model"}[stem]
+    small = {"a": torch.arange(30.0).reshape(5, 6), "b": torch.ones(3), "n": torch.tensor(2)}
+    folder = write_by_hand(tmp_path / "saved", tensors, 3, stem, {other: small})
+    written = consolidate(folder, tmp_path / "out")
+    assert sorted(path.name for path in written) == ["model.safetensors", "model_1.safetensors"]
+    assert_same(in_order(load_file(tmp_path / "out" / f"{stem}.safetensors")), in_order(tensors))
+    assert_same(in_order(load_file(tmp_path / "out" / f"{other}.safetensors")), small)
+    path = folder / f"{other}-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=f"{path.name} has sha256"):
+        consolidate(folder, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_transformers_loads_it(tmp_path):

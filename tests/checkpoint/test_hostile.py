@@ -380,7 +380,7 @@ ATTACKS = {
     "gradients as a list": (process(lambda c: c.update(gradients=[])), r"process_0\.json is damaged"),
     "rng as a list": (process(lambda c: c.update(rng=[])), r"process_0\.json is damaged"),
     "rng as a number": (process(lambda c: c.update(rng=3)), r"process_0\.json is damaged"),
-    "rng of a GPU": (process(lambda c: c["rng"].update(cuda=3)), "random state of cuda is 3, allowed: a list"),
+    "rng of a GPU": (process(lambda c: c["rng"].update(cuda=3)), "random state of cuda is 3, allowed: a tensor"),
     "full window": (
         state(lambda c: c["window"].update(micro_batch=4)),
         r"window\.micro_batch is 4 of 2 in an unfinished step",
@@ -453,3 +453,18 @@ def test_a_checkpoint_folder_may_itself_be_reached_through_a_link(folder, tmp_pa
     (tmp_path / "latest").symlink_to(folder)
     assert load(tmp_path / "latest").folder == folder.resolve()
     assert Run(1).load(tmp_path / "latest").steps == 1
+
+
+def test_random_numbers_of_a_gpu_go_on_without_one(saved, live, folder):
+    """Not damage, but another machine: the rest of the checkpoint is taken, and a line says what has no use."""
+    edit_tensors(folder, "process_0.safetensors", lambda t: t.update({"rng.cuda": torch.zeros(16, dtype=torch.uint8)}))
+    edit(folder, "process_0.json", lambda c: c["rng"].update(cuda={"$tensor": "rng.cuda"}))
+    reset = live.load(folder).reset
+    random_state = live.everything()["random"]
+    if torch.cuda.is_available():
+        assert reset == ()
+    else:
+        (line,) = reset
+        assert line.startswith("random generators: a GPU's was saved")
+    live.load(saved)
+    assert_same(live.everything()["random"], random_state)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from acceler8.checkpoint import FORMAT_VERSION, is_checkpoint, load, save
+from acceler8.checkpoint.rng import gpu_difference
 from acceler8.errors import CheckpointError
 from tests.checkpoint.support import Net, assert_same
 
@@ -182,13 +183,43 @@ def test_gpu_generators_and_devices(tmp_path, make_generator):
     net(torch.zeros(2, 3, dtype=torch.int64, device="cuda")).sum().backward()
     optimizer.step()
     save(tmp_path / "c", model=net, optimizer=optimizer)
-    expected = [torch.rand(3, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())]
+    expected = torch.rand(3, device="cuda").tolist()
     other = Net(make_generator(2)).cuda()
     fresh = torch.optim.AdamW(other.parameters(), fused=True)
-    load(tmp_path / "c").restore(model=other, optimizer=fresh)
+    assert load(tmp_path / "c").restore(model=other, optimizer=fresh) == ()
     assert_same(dict(other.state_dict()), dict(net.state_dict()))
     assert_same(fresh.state_dict(), optimizer.state_dict())
-    assert [torch.rand(3, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())] == expected
+    assert torch.rand(3, device="cuda").tolist() == expected
+
+
+@pytest.mark.requires(gpus=2)
+def test_a_process_restores_the_generator_of_its_own_gpu_alone(tmp_path, net):
+    with torch.cuda.device(0):
+        torch.cuda.manual_seed(3)
+        save(tmp_path / "c", model=net)
+        expected = torch.rand(3, device="cuda:0").tolist()
+    first = torch.cuda.get_rng_state(0)
+    with torch.cuda.device(1):  # as another local rank has it
+        torch.cuda.manual_seed(4)
+        load(tmp_path / "c").restore()
+    assert torch.rand(3, device="cuda:1").tolist() == expected
+    assert torch.equal(torch.cuda.get_rng_state(0), first)
+
+
+@pytest.mark.parametrize(
+    ("was_saved", "has_gpu", "is_in_use", "expected"),
+    [
+        (True, True, True, None),
+        (True, True, False, None),  # takes it when CUDA wakes up
+        (True, False, False, "a GPU's was saved and this process has no GPU"),
+        (False, True, True, "none was saved for a GPU"),
+        (False, True, False, None),
+        (False, False, False, None),
+    ],
+)
+def test_what_a_process_with_other_gpus_leaves(was_saved, has_gpu, is_in_use, expected):
+    line = gpu_difference(was_saved=was_saved, has_gpu=has_gpu, is_in_use=is_in_use)
+    assert line is None if expected is None else expected in line
 
 
 def snapshot(model: nn.Module) -> dict:

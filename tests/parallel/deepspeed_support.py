@@ -15,25 +15,40 @@ from acceler8.utils import DeepSpeedPlugin
 
 Facts = dict[str, Any]
 WIDTH, VOCABULARY, STEPS, MICRO_BATCHES, LR, CLIP = 64, 128, 3, 2, 1e-2, 0.2
+_OF_FLOATS = ("plain", "number", "gated")
 ROWS_ALONE = recipes.get("rowwise").with_gemms(wgrad=False)
 """Scales by token, and sums over tokens in high precision: a batch may be split in any way."""
 
 
-class Plain(nn.Module):
-    """An odd number of weights in every layer, so that parts differ in size; one layer is frozen."""
+class Temperature(nn.Module):
+    """A trained number: its weight, its moments and the optimizer's count have the same shape."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Plain(nn.Module):
+    """An odd number of weights in every layer, so that parts differ in size; one layer is frozen; ``with_number`` at
+    the end, which is the optimizer's last parameter.
+    """
+
+    def __init__(self, *, with_number: bool = False) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 80)
         self.norm = nn.LayerNorm(80)
         self.down = nn.Linear(80, WIDTH)
         self.fixed = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 7)
+        self.temperature = Temperature() if with_number else nn.Identity()
         self.register_buffer("seen", torch.zeros(3))
         self.fixed.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.fixed(self.down(F.gelu(self.norm(self.up(x))))))
+        return self.temperature(self.head(self.fixed(self.down(F.gelu(self.norm(self.up(x)))))))
 
 
 class GatedMLP(nn.Module):
@@ -64,10 +79,12 @@ class Gated(nn.Module):
 
 
 def make_model(kind: str) -> nn.Module:
-    """``plain``, ``llama`` (q, k and v together, a gated MLP, tied embeddings) or ``bert``."""
+    """``plain``, ``number`` (the same with a Parameter without dimensions), ``gated``, ``bert``, or ``llama``: q, k
+    and v together, a gated MLP, tied embeddings.
+    """
     torch.manual_seed(3)
-    if kind in ("plain", "gated"):
-        return Plain() if kind == "plain" else Gated()
+    if kind in _OF_FLOATS:
+        return Gated() if kind == "gated" else Plain(with_number=kind == "number")
     import transformers
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
@@ -85,7 +102,7 @@ def make_data(kind: str, ranks: int, seed: int = 5) -> list[list[tuple[Tensor, T
     generator = torch.Generator().manual_seed(seed)
 
     def sample() -> tuple[Tensor, Tensor]:
-        if kind in ("plain", "gated"):
+        if kind in _OF_FLOATS:
             return torch.randn(32, WIDTH, generator=generator), torch.randn(32, 7, generator=generator)
         ids = torch.randint(VOCABULARY, (4, 8), generator=generator)
         return ids, ids
@@ -127,7 +144,8 @@ class Training:
     ) -> None:
         self.accelerator = accelerator
         model = make_model(kind) if model is None else model
-        decayed = {name: not name.endswith("bias") and "norm" not in name for name, _ in model.named_parameters()}
+        rest = ("norm", "bias", "scale")
+        decayed = {name: not any(word in name for word in rest) for name, _ in model.named_parameters()}
         groups = [
             {"params": [p for name, p in model.named_parameters() if decayed[name]]},
             {"params": [p for name, p in model.named_parameters() if not decayed[name]], "weight_decay": 0.0},

@@ -20,6 +20,7 @@ from deepspeed_support import (
     ROWS_ALONE,
     WIDTH,
     Facts,
+    Temperature,
     Training,
     loss_of,
     make_accelerator,
@@ -79,17 +80,17 @@ def save(way: str, engine: str, kind: str = "plain") -> Facts:
     return facts | {"end": (training.weights(), training.states())}
 
 
-def resume(source: str, way: str, engine: str, began: bool = True) -> Facts:
+def resume(source: str, way: str, engine: str, began: bool = True, kind: str = "plain") -> Facts:
     """What ``save`` wrote, in a training that began otherwise or not at all, and three steps more."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    training = Training(make_accelerator(way, recipe=ROWS_ALONE, engine=engine), "plain", optimizer="adamw", pace=None)
+    training = Training(make_accelerator(way, recipe=ROWS_ALONE, engine=engine), kind, optimizer="adamw", pace=None)
     if began:
-        training.run(make_data("plain", ranks, seed=9), rank)
+        training.run(make_data(kind, ranks, seed=9), rank)
     saved = torch.load(FOLDER / f"{source}.0.pt", weights_only=True)
     is_whole = rank == 0 or way == "ddp"
     training.load(*(saved["saved"] if is_whole else ({}, {})))
     facts: Facts = {"loaded": (training.weights(), training.states())}
-    facts["after"] = training.run(make_data("plain", ranks, seed=8), rank)
+    facts["after"] = training.run(make_data(kind, ranks, seed=8), rank)
     return facts | {"end": (training.weights(), training.states())}
 
 
@@ -212,6 +213,13 @@ def refusals() -> Facts:
     wrong = {"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     facts["shape"] = message_of(lambda: stepped.load_state_dict(wrong))
     facts["groups"] = message_of(lambda: stepped.load_state_dict({"state": {}, "param_groups": []}))
+    facts["no state"] = message_of(lambda: stepped.load_state_dict({"param_groups": []}))
+    wrong["state"] = {0: {"momentum_buffer": torch.zeros(WIDTH, WIDTH)}, 1: {"momentum_buffer": torch.tensor(0.0)}}
+    facts["mixed"] = message_of(lambda: stepped.load_state_dict(wrong))
+    strategy = accelerator.strategy
+    facts["weights"] = message_of(lambda: strategy.load_model_state(wrapped, {"0.weight": torch.zeros(3)}, print))
+    number, of_number = nn.Sequential(nn.Linear(WIDTH, WIDTH), Temperature()), make_accelerator("zero3")
+    facts["number"] = message_of(lambda: of_number.prepare(number, torch.optim.SGD(number.parameters(), lr=0.1)))
     file = make_accelerator("zero2", config={"gradient_clipping": 0.5})
     training = Training(file, "plain")
     facts["clip of the file"] = message_of(lambda: training.run(make_data("plain", ranks), rank))
@@ -243,6 +251,11 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
         f"resume-{way}-from-save-{other}": partial(resume, f"save-{other}-bf16", way, "bf16", began=way != "zero3")
         for way in WAYS
         for other in (*WAYS, "four")
+    },
+    **{f"save-number-{way}": partial(save, way, "bf16", "number") for way in WAYS},
+    **{
+        f"resume-number-{way}": partial(resume, f"save-number-{way}", way, "bf16", began=False, kind="number")
+        for way in WAYS
     },
     **{f"discard-{way}": partial(discard, way) for way in WAYS},
     **{f"two-losses-{way}": partial(two_losses, way) for way in WAYS},

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 ONE_STAGE = ("zero1", "zero2", "zero3")
+NUMBERED = ("zero0", "zero2")
 BY_WAY = {
     "plain": ZERO,
     "gated": ("zero2", "zero3"),
@@ -44,6 +45,7 @@ SCENARIOS = (
     "resume-zero3-from-save-zero1",
     "resume-ddp-from-save-zero3",
     "resume-zero2-from-save-four",
+    *(f"{part}-number-{way}" for part in ("save", "resume") for way in NUMBERED),
     "discard-zero2",
     "discard-zero3",
     *(f"two-losses-{way}" for way in ("ddp", *ONE_STAGE)),
@@ -236,6 +238,19 @@ def test_a_resume_at_the_same_stage_is_bit_for_bit(facts, way):
     assert facts[f"save-{way}-bf16"][1]["saved"][0] == {}
 
 
+@pytest.mark.parametrize("way", NUMBERED)
+def test_a_parameter_without_dimensions_leaves_the_moments_of_all_others(facts, way):
+    """Its moments look like the optimizer's count of steps, and it comes last."""
+    saved, resumed = facts[f"save-number-{way}"][0], facts[f"resume-number-{way}"][0]
+    states = saved["saved"][1]["state"]
+    assert len(states) == 9
+    assert states[max(states)]["exp_avg_sq"].ndim == 0
+    assert all(float(values["exp_avg_sq"].sum()) > 0 for values in states.values())
+    assert float(saved["saved"][0]["temperature.scale"]) != 1
+    for part in ("loaded", "after", "end"):
+        assert same(resumed[part], saved["saved" if part == "loaded" else part])
+
+
 def test_a_resume_at_another_stage_starts_from_the_same_state(facts):
     saved, resumed = facts["save-zero1-bf16"][0], facts["resume-zero3-from-save-zero1"][0]
     assert same(resumed["loaded"], saved["saved"])
@@ -352,6 +367,10 @@ def test_each_rank_sees_its_own_data(facts):
         ("closure", "ConfigError", "got a closure"),
         ("shape", "CheckpointError", "has shape [3], the parameter [64, 64]"),
         ("groups", "CheckpointError", "groups of [] parameters"),
+        ("number", "ConfigError", "the parameter '1.scale' without dimensions"),
+        ("no state", "CheckpointError", "is damaged (KeyError('state'))"),
+        ("mixed", "CheckpointError", "momentum_buffer has the shape of some parameters and is one number for others"),
+        ("weights", "CheckpointError", "0.weight is [3]; allowed: [64, 64]"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(facts, case, error, says):

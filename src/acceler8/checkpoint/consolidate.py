@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +23,14 @@ from acceler8.checkpoint.export import replace_weights
 from acceler8.checkpoint.folder import named_folder, sync_file
 from acceler8.checkpoint.load import Checkpoint, load
 from acceler8.checkpoint.sharded import SHARDS, Stored, index_file
-from acceler8.checkpoint.shards import DEFAULT_SHARD_SIZE, parse_size, split_by_size, weight_files, write_weight_index
+from acceler8.checkpoint.shards import (
+    DEFAULT_SHARD_SIZE,
+    parse_size,
+    shard_names,
+    split_by_size,
+    weight_files,
+    write_weight_index,
+)
 from acceler8.checkpoint.tensorfile import read_one
 from acceler8.errors import CheckpointError
 
@@ -32,6 +40,8 @@ _WORDS = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_MODEL = re.compile(r"(?P<stem>model(_[1-9]\d*)?)\.(shards\.json|safetensors|safetensors\.index\.json)", re.ASCII)
+"""The files that say there is a model."""
 _BESIDE = ("config.json", "generation_config.json")  # what transformers reads beside weights, if it lies there
 
 
@@ -43,21 +53,25 @@ def consolidate(
     """Write the weights of a checkpoint of shards whole, as ``transformers`` reads them; returns the files.
 
     output: a folder; default: beside ``folder``, with ``-consolidated`` behind its name. Each tied tensor is written
-        once, under the name that the checkpoint keeps. One file a model, or several with an index above the size.
+        once, under the name that the checkpoint keeps. One file a model, or several with an index above the size. With
+        several models those that the checkpoint holds whole are written too.
     Raises: CheckpointError if the checkpoint is damaged, holds whole weights already, or none; nothing is written then.
     """
     checkpoint = load(folder)
     parse_size(max_shard_size)
     stems = _models(checkpoint)
     for name in checkpoint.files:
-        if (match := SHARDS.fullmatch(name)) and match["stem"] in stems:
+        match = SHARDS.fullmatch(name)
+        if (match and match["stem"] in stems) or any(shard_names(stem).fullmatch(name) for stem in stems):
             checkpoint.verified_path(name)
     target = named_folder(output, "consolidate: output") if output is not None else _beside(checkpoint.folder)
     if target.resolve() == checkpoint.folder.resolve():
         raise CheckpointError(f"output is {target}, the checkpoint itself; allowed: another folder; name one")
+    models = {stem: checkpoint.stored(stem, {}) for stem in stems}
+    for stored in models.values():
+        _check_dtypes(stored)
     written = []
-    for stem in stems:
-        stored = checkpoint.stored(stem, {})
+    for stem, stored in models.items():
 
         def write(building: Path, stem: str = stem, stored: dict[str, Stored] = stored) -> list[str]:
             return _write(building, stem, stored, max_shard_size)
@@ -75,22 +89,23 @@ def _beside(folder: Path) -> Path:
 
 def _models(checkpoint: Checkpoint) -> list[str]:
     """The stems of its models. Raises CheckpointError if there is nothing to do."""
-    found = [name.removesuffix(".shards.json") for name in checkpoint.files if name.endswith(".shards.json")]
-    stems = sorted(name for name in found if name == "model" or name.removeprefix("model_").isdecimal())
-    if stems:
-        return stems
-    whole = [n for n in checkpoint.files if n.startswith("model") and n.endswith((".safetensors", ".index.json"))]
-    if whole:
+    found = {name: match["stem"] for name in checkpoint.files if (match := _MODEL.fullmatch(name))}
+    if any(name.endswith(".shards.json") for name in found):
+        return sorted(set(found.values()))
+    if found:
         raise CheckpointError(
-            f"{checkpoint.folder} holds whole weights already, in {', '.join(sorted(whole)[:3])}; allowed: a checkpoint"
+            f"{checkpoint.folder} holds whole weights already, in {', '.join(sorted(found)[:3])}; allowed: a checkpoint"
             f" of shards, with a {index_file('model')}; use the file as it is"
         )
     raise CheckpointError(f"{checkpoint.folder} holds no weights, only {', '.join(checkpoint.contents)}; name another")
 
 
-def _write(folder: Path, stem: str, stored: Mapping[str, Stored], max_shard_size: int | str) -> list[str]:
+def _check_dtypes(stored: Mapping[str, Stored]) -> None:
     if wrong := next((name for name, one in stored.items() if one.dtype not in _WORDS), None):
         raise CheckpointError(f"{wrong} is {stored[wrong].dtype}, which a plain safetensors file has no word for")
+
+
+def _write(folder: Path, stem: str, stored: Mapping[str, Stored], max_shard_size: int | str) -> list[str]:
     files = split_by_size({name: _bytes(one) for name, one in stored.items()}, parse_size(max_shard_size))
     names = weight_files(stem, len(files))
     for name, tensors in zip(names, files, strict=True):
@@ -125,7 +140,7 @@ def _write_file(path: Path, stored: Mapping[str, Stored]) -> None:
 def _wholes(stored: Mapping[str, Stored], order: list[str]) -> Iterator[Tensor]:
     for name in order:
         one = stored[name]
-        chunks = tuple(chunk._replace(tensor=read_one(chunk.path, name)) for chunk in one.chunks if chunk.path)
+        chunks = tuple(c._replace(tensor=read_one(c.path, name)) if c.path else c for c in one.chunks)
         yield replace(one, chunks=chunks).whole()
 
 

@@ -135,7 +135,8 @@ class Checkpoint:
 
         With ``strict`` names, shapes, dtypes, ties and the optimizer's class must be as saved. Without it,
         names, dtypes and ties of the model may differ (values are cast), the class may, and a checkpoint may
-        lack random states; the result lists, a line each, what was let pass. The order is extra, optimizer,
+        lack random states; the result lists, a line each, what was let pass, and a GPU's random state that has no
+        use without one, or is not there. The order is extra, optimizer,
         model, random generators: an ``extra`` object that rejects its state does so while model and optimizer
         are untouched. ``optimizer`` needs ``model``, which names its parameters. FP8 state is the caller's to
         load, from ``fp8_state()``.
@@ -192,7 +193,8 @@ class Checkpoint:
             notes.append("no random states in the checkpoint")
             return []
         state = self.part("rng")
-        check_rng(state)
+        if differs := check_rng(state):
+            notes.append(differs)
         return [lambda: restore_rng(state)]
 
     def _model_state(self, *, mapped: bool) -> dict[str, Any]:

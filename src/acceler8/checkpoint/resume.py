@@ -197,7 +197,8 @@ class Resume:
             self.reset.append(f"random generators: none were saved for process {index}, so they go on as they are")
             return {"loaders": self._read_own(0)["loaders"]}
         own = self._read_own(index)
-        check_rng(own["rng"])
+        if differs := check_rng(own["rng"]):
+            self.reset.append(differs)
         # Another number of processes goes on where all of them stood, as the first one tells it.
         return own if was == now else {"rng": own["rng"], "loaders": self._read_own(0)["loaders"]}
 

@@ -36,7 +36,7 @@ from acceler8.optim import StateFormatsOptimizer
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.deepspeed_config import CLIPPING, MICRO_BATCH, STEPS, fill, is_on, sizes_of, stage_of, value_at
 from acceler8.parallel.deepspeed_optimizer import ZeroOptimizer, make_optimizer
-from acceler8.parallel.deepspeed_parts import Parts, is_partitioned, shape_of
+from acceler8.parallel.deepspeed_parts import Parts, is_partitioned, sent_numbers, shape_of
 from acceler8.parallel.deepspeed_state import gather_model, scatter_model
 from acceler8.parallel.protocol import Strategy
 
@@ -173,12 +173,14 @@ class DeepSpeedProcesses(Strategy):
             )
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if self.stage == 3:
+            _refuse_numbers(model)
             self._set_leaves(model)
         self._clip = value_at(self.config, CLIPPING)
         filled = fill(self.config, self._known_values(model), self.where)
         self.config.clear()
         self.config.update(filled)
-        self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=dict(filled))
+        with sent_numbers(model):
+            self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=dict(filled))
         self._given, self._parts = optimizer, Parts(self.engine, optimizer)
         self._optimizer = make_optimizer(self._parts, groups)
         names = dict(model.named_parameters(remove_duplicate=False))
@@ -288,3 +290,12 @@ class DeepSpeedProcesses(Strategy):
     ) -> None:
         """Put process 0's weights into masters and Parameters on all."""
         scatter_model(self.unwrap(model), self._parts, state)
+
+
+def _refuse_numbers(model: nn.Module) -> None:
+    """Raise ConfigError for a Parameter that ZeRO-3 cannot take apart (DeepSpeed 0.19.8 views it as bytes)."""
+    if found := next((name for name, p in model.named_parameters() if p.ndim == 0 and not is_partitioned(p)), None):
+        raise ConfigError(
+            f"prepare got the parameter {found!r} without dimensions; allowed under DeepSpeed's ZeRO-3: one dimension"
+            " or more; make it a tensor of shape [1], or choose stage 0, 1 or 2"
+        )

@@ -9,7 +9,7 @@ how many processes wrote it, nor at which stage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,23 @@ from torch.optim import Optimizer
 
 from acceler8.errors import CheckpointError, ConfigError
 from acceler8.parallel.deepspeed_parts import Parts, shape_of
+from acceler8.parallel.first_process import from_process_0
+
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's optimizers keep of a whole Parameter as one number."""
+
+
+class _Skeleton(NamedTuple):
+    """An optimizer's state without the tensors that are as large as weights."""
+
+    options: list[dict[str, Any]]
+    """Of each group."""
+    whole: tuple[str, ...]
+    """Keys of tensors like the weight."""
+    shared: dict[int, dict[str, Any]]
+    """The others, by group."""
+    keys: list[tuple[str, ...]]
+    """For each Parameter those of ``whole`` that travel."""
 
 
 class GroupView(MutableMapping[str, Any]):
@@ -142,68 +159,76 @@ class ZeroOptimizer(Optimizer):
 
         Raises: CheckpointError if it does not fit, on every process.
         """
-        told = [self._skeleton(state_dict) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told, 0)
-        skeleton: dict[str, Any] = told[0]  # type: ignore[assignment]
-        if problem := skeleton["problem"]:
-            raise CheckpointError(problem)
-        for group, options in zip(self.param_groups, skeleton["options"], strict=True):
+        skeleton = from_process_0(lambda: self._skeleton(state_dict), "the state of the optimizer")
+        for group, options in zip(self.param_groups, skeleton.options, strict=True):
             group.update(options)
-        whole: tuple[str, ...] = skeleton["whole"]
-        self.parts.begin_state(whole, skeleton["shared"])
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, p in enumerate(parameters):
-            if number not in skeleton["numbers"]:
-                continue
-            for key in whole:
+        self.parts.begin_state(skeleton.whole, skeleton.shared)
+        for number, (p, keys) in enumerate(zip(self._parameters(), skeleton.keys, strict=True)):
+            for key in keys:
                 value = torch.empty(shape_of(p), dtype=torch.float32, device=self.parts.engine.device)
                 if dist.get_rank() == 0:
                     value.copy_(state_dict["state"][number][key])
                 dist.broadcast(value, 0)
                 self.parts.set_state(p, key, value)
 
-    def _skeleton(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What all have to know before the tensors travel; ``problem`` if these do not fit."""
+    def _parameters(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _skeleton(self, state_dict: dict[str, Any]) -> _Skeleton:
+        """What all have to know before the tensors travel. Raises: CheckpointError if these do not fit."""
         state, saved = state_dict["state"], state_dict["param_groups"]
-        found: dict[str, Any] = {
-            "problem": self._problem(state, saved),
-            "numbers": set(state),
-            "shared": {},
-            "whole": (),
-        }
-        if found["problem"]:
-            return found
-        found["options"] = [{k: v for k, v in group.items() if k != "params"} for group in saved]
-        number = 0
+        self._check(state, saved)
+        parameters = self._parameters()
+        whole = _whole_keys({number: (shape_of(parameters[number]), values) for number, values in state.items()})
+        shared: dict[int, dict[str, Any]] = {}
+        keys: list[tuple[str, ...]] = []
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
-                values = state.get(number, {})
-                number += 1
-                if not values:
-                    continue
-                whole = {k for k, v in values.items() if isinstance(v, Tensor) and v.ndim and v.shape == shape_of(p)}
-                found["whole"] = tuple(key for key in values if key in whole)
-                found["shared"][i] = {key: value for key, value in values.items() if key not in whole}
-        return found
+                values = state.get(len(keys), {})
+                if values:
+                    shared[i] = {key: value for key, value in values.items() if key not in whole}
+                held = (key for key in whole if p.requires_grad and values.get(key) is not None)  # else it stays zero
+                keys.append(tuple(held))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in saved]
+        return _Skeleton(options, whole, shared, keys)
 
-    def _problem(self, state: dict[Any, Any], saved: list[dict[str, Any]]) -> str | None:
-        """Why a state cannot be loaded, in words; None if it can be."""
+    def _check(self, state: dict[Any, Any], saved: list[dict[str, Any]]) -> None:
+        """Raise CheckpointError if a state cannot be loaded."""
         own = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved]
         if own != theirs:
-            return (
-                f"the optimizer's state has groups of {theirs} parameters, this one of {own}; allowed: the same groups;"
-                " build it as it was saved"
+            raise CheckpointError(
+                f"it has groups of {theirs} parameters, this one of {own}; allowed: the same groups; build it as it was"
+                " saved"
             )
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         for number, values in state.items():
+            shape = shape_of(parameters[number])
             for key, value in values.items():
-                if isinstance(value, Tensor) and value.ndim and value.shape != shape_of(parameters[number]):
-                    return (
-                        f"the optimizer's {key} of parameter {number} has shape {list(value.shape)}, the parameter"
-                        f" {list(shape_of(parameters[number]))}; under DeepSpeed states have the weights' shapes"
+                if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+                    raise CheckpointError(
+                        f"{key} of parameter {number} has shape {list(value.shape)}, the parameter {list(shape)}; under"
+                        " DeepSpeed states have the weights' shapes"
                     )
-        return None
+
+
+def _whole_keys(states: Mapping[int, tuple[torch.Size, Mapping[str, Any]]]) -> tuple[str, ...]:
+    """Keys of tensors that have an element for each of the weight's, from each Parameter's shape and values.
+
+    A Parameter without dimensions has a number under every key, so the others tell; where there are none, the name.
+    Raises: CheckpointError for a key under which some Parameters have a tensor like theirs, and others one number.
+    """
+    found: dict[str, set[bool]] = {}
+    for shape, values in states.values():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                found.setdefault(key, set()).update([value.shape == shape] if shape else ())
+    if mixed := next((key for key, is_whole in found.items() if len(is_whole) == 2), None):
+        raise CheckpointError(
+            f"{mixed} has the shape of some parameters and is one number for others; allowed: one of them for all; the"
+            " state is damaged, load another one"
+        )
+    return tuple(key for key, is_whole in found.items() if (True in is_whole if is_whole else key not in _NUMBERS))
 
 
 def make_optimizer(parts: Parts, groups: list[list[Any]]) -> ZeroOptimizer:

@@ -11,9 +11,11 @@ runtime/fp16/unfused_optimizer.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -29,6 +31,26 @@ def is_partitioned(parameter: Tensor) -> bool:
 def shape_of(parameter: Tensor) -> torch.Size:
     """Of the whole Parameter."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def sent_numbers(model: nn.Module) -> Iterator[None]:
+    """While an engine is made: send process 0's Parameters without dimensions to all, which DeepSpeed cannot.
+
+    It views each Parameter as bytes, which torch refuses for a single number (0.19.8, engine._broadcast_model); those
+    that carry ``ds_optim_param`` it leaves out. Remove when it sends them.
+    """
+    numbers = [p for p in model.parameters() if p.ndim == 0 and not is_partitioned(p)]
+    for p in numbers:
+        sent = p.detach().reshape(1)
+        dist.broadcast(sent.view(torch.uint8), 0)
+        p.data.copy_(sent[0])
+        p.ds_optim_param = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for p in numbers:
+            del p.ds_optim_param
 
 
 class Parts:
@@ -229,6 +251,6 @@ def _is_like(value: Any, flat: Tensor) -> bool:
 def _own_part(parameter: Any, whole: Tensor) -> Tensor:
     """This process's part of a whole tensor; the last part is filled up with zeros."""
     size = parameter.ds_tensor.numel()
-    rank = torch.distributed.get_rank(parameter.ds_process_group)
+    rank = dist.get_rank(parameter.ds_process_group)
     part = whole.flatten()[size * rank : size * (rank + 1)]
     return F.pad(part, (0, size - part.numel()))

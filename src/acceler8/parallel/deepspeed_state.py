@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from acceler8.errors import CheckpointError
 from acceler8.nn import find_states
 from acceler8.parallel.deepspeed_parts import Parts, shape_of
+from acceler8.parallel.first_process import from_process_0
 
 
 def gather_model(model: nn.Module, parts: Parts, *, on_all: bool) -> dict[str, Any]:
@@ -36,14 +38,12 @@ def gather_model(model: nn.Module, parts: Parts, *, on_all: bool) -> dict[str, A
 
 @torch.no_grad()
 def scatter_model(model: nn.Module, parts: Parts, state: Mapping[str, Any]) -> None:
-    """Put process 0's ``state`` into the model on all. Names that it lacks, and that the model lacks, are left."""
+    """Put process 0's ``state`` into the model on all. Names that it lacks, and that the model lacks, are left.
+
+    Raises: CheckpointError, on all and before anything changes, for other shapes.
+    """
     own = model.state_dict(keep_vars=True)
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        others = {n: v for n, v in state.items() if n in own and not isinstance(own[n], nn.Parameter)}
-        told = [([n for n in state if n in own and isinstance(own[n], nn.Parameter)], others)]
-    dist.broadcast_object_list(told, 0)
-    names, others = told[0]
+    names, others = from_process_0(lambda: _split(own, state), f"the state of {type(model).__name__}")
     done: set[int] = set()
     for name in names:
         parameter = own[name]
@@ -58,3 +58,14 @@ def scatter_model(model: nn.Module, parts: Parts, state: Mapping[str, Any]) -> N
     model.load_state_dict(others, strict=False)
     for converted in find_states(model):
         converted.drop_codes()
+
+
+def _split(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Names of Parameters in ``state``, and what else of it the model has. Raises: CheckpointError for other shapes."""
+    names = [name for name in state if isinstance(own.get(name), nn.Parameter)]
+    for name in names:
+        if state[name].shape != shape_of(own[name]):
+            raise CheckpointError(
+                f"{name} is {list(state[name].shape)}; allowed: {list(shape_of(own[name]))}; load a state of this model"
+            )
+    return names, {name: value for name, value in state.items() if name in own and name not in names}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from acceler8.errors import CheckpointError, ConfigError
+from acceler8.parallel.first_process import from_process_0
 
 
 class _Place(NamedTuple):
@@ -140,7 +141,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises: CheckpointError, on all and before anything changes, for names or shapes that are not the model's.
     """
     own = model.state_dict(keep_vars=True)
-    _agree(_problem(own, state) if dist.get_rank() == 0 else None, type(model).__name__)
+    from_process_0(lambda: _check(own, state), f"the state of {type(model).__name__}")
     seen: set[int] = set()
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     for name, target in own.items():
@@ -163,23 +164,18 @@ def _device_of(t: Tensor) -> torch.device:
     return torch.device(t.device_mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if differ := sorted(set(own) ^ set(state)):
         where = "is not in the model" if differ[0] in state else "is missing"
-        return f"{len(differ)} names differ, such as {differ[0]!r}, which {where}; load a state of this model"
+        raise CheckpointError(
+            f"{len(differ)} names differ, such as {differ[0]!r}, which {where}; load a state of this model"
+        )
     for name, target in own.items():
         value = state[name]
         if isinstance(target, Tensor) and tuple(value.shape) != tuple(target.shape):
-            return f"{name} is {tuple(value.shape)}; allowed: {tuple(target.shape)}; load a state of this model"
-    return None
-
-
-def _agree(problem: str | None, what: str) -> None:
-    """Raise on all what process 0 found."""
-    found = [problem]
-    dist.broadcast_object_list(found, 0)
-    if found[0] is not None:
-        raise CheckpointError(f"state of {what}: {found[0]}")
+            raise CheckpointError(
+                f"{name} is {tuple(value.shape)}; allowed: {tuple(target.shape)}; load a state of this model"
+            )
 
 
 # -- optimizers
@@ -202,9 +198,9 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Put process 0's whole ``state`` into an optimizer of sharded Parameters, on all."""
     is_first = dist.get_rank() == 0
-    sent = [_map_tensors(dict(state), lambda t: _Place(tuple(t.shape), t.dtype)) if is_first else None]
-    dist.broadcast_object_list(sent, 0)
-    packed: Any = sent[0]
+    packed: Any = from_process_0(
+        lambda: _map_tensors(dict(state), lambda t: _Place(tuple(t.shape), t.dtype)), "the state of the optimizer"
+    )
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     own = [p for group in optimizer.param_groups for p in group["params"]]
     order = dict(zip(numbers, own, strict=False))
