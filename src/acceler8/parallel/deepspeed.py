@@ -124,6 +124,12 @@ class DeepSpeedProcesses(Strategy):
                 f"prepare got {len(models)} models and {len(optimizers)} optimizers; allowed under DeepSpeed: one of"
                 f" each in the same call, for {_TOGETHER}; prepare them together"
             )
+        if optimizers and isinstance(optimizers[0], StateFormatsOptimizer):
+            raise ConfigError(
+                f"prepare got acceler8.optim.{type(optimizers[0]).__name__}, whose states have formats and scales for"
+                " each weight; allowed under DeepSpeed, which steps on flat parts of all weights: an optimizer that"
+                " updates each element alone, such as torch.optim.AdamW"
+            )
         sizes = [size for obj in objects if isinstance(size := getattr(obj, "batch_size", None), int)]
         self._batch_size = min(sizes, default=self._batch_size)
 
@@ -165,12 +171,6 @@ class DeepSpeedProcesses(Strategy):
             )
         self._cast(model)
         optimizer = optimizers[0]
-        if isinstance(optimizer, StateFormatsOptimizer):
-            raise ConfigError(
-                f"prepare got acceler8.optim.{type(optimizer).__name__}, whose states have formats and scales for each"
-                " weight; allowed under DeepSpeed, which steps on flat parts of all weights: an optimizer that updates"
-                " each element alone, such as torch.optim.AdamW"
-            )
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if self.stage == 3:
             _refuse_numbers(model)
