@@ -177,18 +177,17 @@ def test_a_missing_backend_is_an_import_error(monkeypatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated:FutureWarning")
-def test_levels_are_configured_and_refused_before_training() -> None:
-    for handlers, backend in (
-        ([MSAMPRecipeKwargs("O1")], FP8BackendType.MSAMP),
-        ([MSAMPRecipeKwargs(), NativeRecipeKwargs()], FP8BackendType.NATIVE),
-        ([FP8RecipeKwargs(optimization_level="O2")], FP8BackendType.MSAMP),
+def test_levels_are_taken_from_every_recipe_class() -> None:
+    for handlers, backend, level in (
+        ([MSAMPRecipeKwargs("O1")], FP8BackendType.MSAMP, "O1"),
+        ([MSAMPRecipeKwargs(), NativeRecipeKwargs()], FP8BackendType.NATIVE, "O2"),
+        ([FP8RecipeKwargs(optimization_level="O2")], FP8BackendType.MSAMP, "O2"),
     ):
         accelerator = Accelerator("fp8", cpu=True, kwargs_handlers=handlers)
         assert accelerator.fp8_backend is backend
-        with pytest.raises(
-            NotInThisVersionError, match="FP8 gradients and optimizer states, which this version cannot"
-        ):
-            accelerator.prepare(model())
+        assert accelerator.level is not None
+        assert accelerator.level.name == level
+        assert accelerator.level.exp_avg == ("fp32" if level == "O1" else "fp8")
     assert accelerator.fp8_recipe_handler is handlers[0]
     assert accelerator.te_recipe_handler is accelerator.msamp_recipe_handler is None
 
