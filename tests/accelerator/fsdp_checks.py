@@ -353,6 +353,45 @@ def accumulated() -> None:
     assert model.head.weight.grad is None
 
 
+def fresh() -> None:
+    """Forwards without a backward keep no weights: between backward and step, in front of the first step too, and
+    behind an evaluation whose weights are edited.
+    """
+    for options in ({}, {"reshard_after_forward": False}):
+        accelerator = fp8(fsdp_plugin=in_fp32(**options))
+        model = Model()
+        model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+        x, y = make_data(2)
+        for step in range(2):
+            mine, wanted = x[step, 0, rank()], y[step, 0, rank()]
+            accelerator.backward(F.cross_entropy(model(mine), wanted))
+            with torch.no_grad():
+                model(mine)
+            if step:  # before the first step the guard counts what the evaluation left
+                assert model(mine).requires_grad
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert model(x[0, 0, 0]).any()
+        assert_same(parameters(model), base())
+        with torch.no_grad():
+            for p in model.parameters():
+                p._local_tensor.zero_()
+            assert not model(x[0, 0, 0]).any()
+
+
+def guarded() -> None:
+    """A step behind a forward with gradients that no backward followed: the optimizer holds the model's Parameters."""
+    accelerator = fp8(fsdp_plugin=in_fp32())
+    model = Model()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    x, y = make_data(2)
+    accelerator.backward(F.cross_entropy(model(x[0, 0, rank()]), y[0, 0, rank()]))
+    model(x[0, 0, rank()])
+    optimizer.step()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
 # -- FP8 all-gather
 
 
@@ -460,9 +499,25 @@ def different_models() -> None:
     if rank():
         model.head = nn.Linear(64, 6)
     with pytest.raises(
-        ConfigError, match=r"processes 0 and 1 have different models, such as in 'head.bias \(5,\) True'"
+        ConfigError, match=r"processes 0 and 1 have different models, such as in 'head.bias \(5,\) torch.float32 True'"
     ):
         accelerator.prepare(model)
+
+
+def different_dtypes() -> None:
+    """A model that one process loaded in BF16 is refused; if it alone holds weights, all have it in BF16."""
+
+    def made() -> nn.Module:
+        model = Model().requires_grad_(False)
+        model.register_buffer("scale", torch.ones(3))
+        return model if rank() else model.bfloat16()
+
+    with pytest.raises(ConfigError, match=r"such as in 'blocks.0.down.weight \(64, 128\) torch.bfloat16 False'"):
+        fp8(fsdp_plugin=in_fp32()).prepare(made())
+    model = fp8(fsdp_plugin=in_fp32(cpu_ram_efficient_loading=True)).prepare(made())
+    assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.bfloat16}
+    assert_same(parameters(model), dict(Model().bfloat16().named_parameters()))
+    assert torch.equal(model.scale, torch.ones(3, dtype=torch.bfloat16))
 
 
 def broken() -> None:
@@ -513,7 +568,18 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
             clipping,
             overflow,
         ),
-        *(accumulated, gathered_bytes, gathered_only_if_possible, states, evaluation, different_models, broken),
+        *(
+            accumulated,
+            fresh,
+            guarded,
+            gathered_bytes,
+            gathered_only_if_possible,
+            states,
+            evaluation,
+            different_models,
+            different_dtypes,
+            broken,
+        ),
         properties,
     )
 }

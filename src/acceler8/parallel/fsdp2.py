@@ -45,7 +45,8 @@ from acceler8.parallel.activation_checkpoint import checkpoint_blocks
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.fp8_all_gather import gather_in_fp8
 from acceler8.parallel.fsdp2_load import Place, fill_from_first, make_empty, places_of, take_from_first
-from acceler8.parallel.fsdp2_optimizer import ReplacedParameters, StrangerGuard
+from acceler8.parallel.fsdp2_optimizer import ReplacedParameters, StepGuard
+from acceler8.parallel.fsdp2_reshard import reshard_without_backward
 from acceler8.parallel.fsdp2_units import WrapPolicy, find_blocks_of, find_units
 from acceler8.parallel.protocol import Strategy
 
@@ -170,6 +171,7 @@ class ShardedProcesses(Strategy):
                 new = places[0].module._parameters[places[0].key]
                 assert new is not None
                 self._replaced.note(old, new, places[0].name)
+        reshard_without_backward(model)
         self._replaced.add_model(model)
         self._models.append(weakref.ref(model))
         for optimizer in optimizers:
@@ -247,9 +249,11 @@ class ShardedProcesses(Strategy):
     # -- optimizers
 
     def take(self, optimizer: Optimizer) -> Optimizer:
-        """The same optimizer, holding the Parameters that took the place of those that were sharded."""
+        """The same optimizer, holding the Parameters that took the place of those that were sharded. Each step frees
+        what is still gathered.
+        """
         self._replaced.put_into(optimizer)
-        optimizer.register_step_pre_hook(StrangerGuard(self._replaced))
+        optimizer.register_step_pre_hook(StepGuard(self._replaced))
         return optimizer
 
     # -- a step
