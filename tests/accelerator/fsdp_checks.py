@@ -22,6 +22,7 @@ from acceler8.nn import find_states, fp8_layers
 from acceler8.optim import AdamW
 from acceler8.parallel import ShardedProcesses
 from acceler8.parallel.activation_checkpoint import CheckpointedForward
+from acceler8.parallel.fsdp2_gradients import average_plain
 from acceler8.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, NativeRecipeKwargs, TorchDynamoPlugin
 from tests.accelerator.fsdp_support import (
     ROWS,
@@ -320,6 +321,39 @@ def clipping() -> None:
         )
 
 
+def averages() -> None:
+    """Gradients that FSDP2 does not manage: one collective a dtype; zeros for one that this process lacks; none for one
+    that all lack; and not those of a model whose backward is still to come.
+    """
+    kinds = [torch.float32] * 3 + [torch.bfloat16]
+    params = [nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for dtype in kinds]
+    params[0].grad = torch.full((3, 2), 1.0 + rank()).t()
+    params[1].grad = torch.ones(2, 3) if rank() else None
+    params[3].grad = torch.full((2, 3), 2.0 * rank(), dtype=torch.bfloat16)
+    calls: list[int] = []
+    real = dist.all_reduce
+
+    def counted(t: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(t.numel())
+        return real(t, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        average_plain(params)
+        assert calls == [18 + 3, 6 + 1]
+        for p, mean in zip(params, (1.5, 0.5, None, 1.0), strict=True):
+            assert (p.grad is None) is (mean is None)
+            assert p.grad is None or (p.grad == mean).all()
+        accelerator = fp8(fsdp_plugin=in_fp32())
+        one, other = accelerator.prepare(Model(), Model(seed=2))
+        x = torch.randn(ROWS, 16)
+        waiting = other(x).sum()
+        calls.clear()
+        accelerator.backward(one(x).sum())
+        assert not calls
+        accelerator.backward(waiting)
+
+
 def overflow() -> None:
     """Under FP16 one process's overflow makes all skip the step."""
     accelerator = Accelerator("fp16", cpu=True, fsdp_plugin=in_fp32())
@@ -566,6 +600,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
             optimizers,
             lost_optimizers,
             clipping,
+            averages,
             overflow,
         ),
         *(

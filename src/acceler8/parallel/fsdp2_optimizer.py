@@ -129,7 +129,7 @@ class _StaleGuard:
 
 
 class StepGuard:
-    """Hook in front of a prepared optimizer's step: models hold shards, and its Parameters are those of prepared models.
+    """Hook in front of a prepared optimizer's step: models hold shards, and its Parameters are prepared models'.
 
     What is still gathered would hold the weights of before the step, and hide the Parameters that optimizers hold.
     """

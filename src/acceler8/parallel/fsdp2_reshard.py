@@ -22,16 +22,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def gathered_parameters(model: nn.Module) -> set[int]:
+    """Ids of whole Parameters that stand in the model in the place of sharded ones, for a backward to come."""
+    units = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (group for unit in units for group in unit._fsdp_param_groups if group.is_unsharded)
+    return {id(p._unsharded_param) for group in groups for p in group.fsdp_params}
+
+
 def reshard_without_backward(model: nn.Module) -> None:
     """Free gathered weights behind each forward of the root ``model`` that no backward can follow."""
     if isinstance(model, FSDPModule) and _reshard_behind not in model._forward_hooks.values():
         model.register_forward_hook(_reshard_behind)  # behind FSDP2's own, which leaves forward
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _reshard_behind(module: nn.Module, args: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         reshard(module)
 
 
-__all__ = ["reshard", "reshard_without_backward"]
+__all__ = ["gathered_parameters", "reshard", "reshard_without_backward"]

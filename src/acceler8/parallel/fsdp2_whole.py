@@ -107,8 +107,7 @@ def check_same_on_all(model: nn.Module) -> None:
     differ = sorted(set(every[0]) ^ set(every[other]))
     raise ConfigError(
         f"{type(model).__name__}: processes 0 and {other} have different models, such as in {differ[0]!r}; allowed:"
-        " the same parameters and buffers, their shapes, dtypes and requires_grad, in every process; build the model the"
-        " same way in all"
+        " the same parameters and buffers, shapes, dtypes and requires_grad in every process; build it alike in all"
     )
 
 
