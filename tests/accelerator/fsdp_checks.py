@@ -22,6 +22,7 @@ from acceler8.nn import find_states, fp8_layers
 from acceler8.optim import AdamW
 from acceler8.parallel import ShardedProcesses
 from acceler8.parallel.activation_checkpoint import CheckpointedForward
+from acceler8.parallel.fsdp2_gradients import average_plain
 from acceler8.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, NativeRecipeKwargs, TorchDynamoPlugin
 from tests.accelerator.fsdp_support import (
     ROWS,
@@ -322,6 +323,39 @@ def clipping() -> None:
         )
 
 
+def averages() -> None:
+    """Gradients that FSDP2 does not manage: one collective a dtype; zeros for one that this process lacks; none for one
+    that all lack; and not those of a model whose backward is still to come.
+    """
+    kinds = [torch.float32] * 3 + [torch.bfloat16]
+    params = [nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for dtype in kinds]
+    params[0].grad = torch.full((3, 2), 1.0 + rank()).t()
+    params[1].grad = torch.ones(2, 3) if rank() else None
+    params[3].grad = torch.full((2, 3), 2.0 * rank(), dtype=torch.bfloat16)
+    calls: list[int] = []
+    real = dist.all_reduce
+
+    def counted(t: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(t.numel())
+        return real(t, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        average_plain(params)
+        assert calls == [18 + 3, 6 + 1]
+        for p, mean in zip(params, (1.5, 0.5, None, 1.0), strict=True):
+            assert (p.grad is None) is (mean is None)
+            assert p.grad is None or (p.grad == mean).all()
+        accelerator = fp8(fsdp_plugin=in_fp32())
+        one, other = accelerator.prepare(Model(), Model(seed=2))
+        x = torch.randn(ROWS, 16)
+        waiting = other(x).sum()
+        calls.clear()
+        accelerator.backward(one(x).sum())
+        assert not calls
+        accelerator.backward(waiting)
+
+
 def overflow() -> None:
     """Under FP16 one process's overflow makes all skip the step."""
     accelerator = Accelerator("fp16", cpu=True, fsdp_plugin=in_fp32())
@@ -353,6 +387,45 @@ def accumulated() -> None:
     with accelerator.no_sync(model):
         accelerator.backward(model(x[0, 0, rank()]).sum())
     assert model.head.weight.grad is None
+
+
+def fresh() -> None:
+    """Forwards without a backward keep no weights: between backward and step, in front of the first step too, and
+    behind an evaluation whose weights are edited.
+    """
+    for options in ({}, {"reshard_after_forward": False}):
+        accelerator = fp8(fsdp_plugin=in_fp32(**options))
+        model = Model()
+        model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+        x, y = make_data(2)
+        for step in range(2):
+            mine, wanted = x[step, 0, rank()], y[step, 0, rank()]
+            accelerator.backward(F.cross_entropy(model(mine), wanted))
+            with torch.no_grad():
+                model(mine)
+            if step:  # before the first step the guard counts what the evaluation left
+                assert model(mine).requires_grad
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert model(x[0, 0, 0]).any()
+        assert_same(parameters(model), base())
+        with torch.no_grad():
+            for p in model.parameters():
+                p._local_tensor.zero_()
+            assert not model(x[0, 0, 0]).any()
+
+
+def guarded() -> None:
+    """A step behind a forward with gradients that no backward followed: the optimizer holds the model's Parameters."""
+    accelerator = fp8(fsdp_plugin=in_fp32())
+    model = Model()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    x, y = make_data(2)
+    accelerator.backward(F.cross_entropy(model(x[0, 0, rank()]), y[0, 0, rank()]))
+    model(x[0, 0, rank()])
+    optimizer.step()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 # -- FP8 all-gather
@@ -462,9 +535,25 @@ def different_models() -> None:
     if rank():
         model.head = nn.Linear(64, 6)
     with pytest.raises(
-        ConfigError, match=r"processes 0 and 1 have different models, such as in 'head.bias \(5,\) True'"
+        ConfigError, match=r"processes 0 and 1 have different models, such as in 'head.bias \(5,\) torch.float32 True'"
     ):
         accelerator.prepare(model)
+
+
+def different_dtypes() -> None:
+    """A model that one process loaded in BF16 is refused; if it alone holds weights, all have it in BF16."""
+
+    def made() -> nn.Module:
+        model = Model().requires_grad_(False)
+        model.register_buffer("scale", torch.ones(3))
+        return model if rank() else model.bfloat16()
+
+    with pytest.raises(ConfigError, match=r"such as in 'blocks.0.down.weight \(64, 128\) torch.bfloat16 False'"):
+        fp8(fsdp_plugin=in_fp32()).prepare(made())
+    model = fp8(fsdp_plugin=in_fp32(cpu_ram_efficient_loading=True)).prepare(made())
+    assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.bfloat16}
+    assert_same(parameters(model), dict(Model().bfloat16().named_parameters()))
+    assert torch.equal(model.scale, torch.ones(3, dtype=torch.bfloat16))
 
 
 def broken() -> None:
@@ -513,9 +602,21 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
             optimizers,
             lost_optimizers,
             clipping,
+            averages,
             overflow,
         ),
-        *(accumulated, gathered_bytes, gathered_only_if_possible, states, evaluation, different_models, broken),
+        *(
+            accumulated,
+            fresh,
+            guarded,
+            gathered_bytes,
+            gathered_only_if_possible,
+            states,
+            evaluation,
+            different_models,
+            different_dtypes,
+            broken,
+        ),
         properties,
     )
 }

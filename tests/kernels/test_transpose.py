@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acceler8.errors import ShapeError
 from acceler8.formats import E4M3, E5M2, Format
-from acceler8.kernels import Quantized, quantize, transpose_codes, transpose_ref
+from acceler8.kernels import Quantized, quantize, transpose_bytes, transpose_codes, transpose_ref
 from acceler8.kernels._triton import INTERPRETED
 from acceler8.scaling import ROWWISE, TENSORWISE, BLOCK_1x128
 from tests.kernels.support import make
@@ -84,6 +84,22 @@ def test_all_codes_under_each_shift(fmt, device):
     assert torch.equal(got, expected(q, 256, fmt))
     is_number = ~q.codes.float().isnan() & ~q.codes.float().isinf()
     assert torch.equal(got[:, :1].t()[is_number[:1]], codes[:1][is_number[:1]])  # no shift changes nothing
+
+
+@on_each_device
+@each_format
+@pytest.mark.parametrize(("rows", "cols"), [*SHAPES, (0, 32), (5, 0)])
+def test_codes_of_one_scale_are_turned_as_they_are(rows, cols, fmt, device):
+    q = operand(rows, cols, fmt, seed=rows + cols)
+    codes = q.codes[:, :cols].contiguous()
+    is_number = codes.float().isfinite()
+    got = transpose_bytes(codes.to(device))
+    assert (got.dtype, got.is_contiguous()) == (fmt.torch_dtype, True)
+    assert got.shape == (cols, rows + -rows % 16)
+    turned, filler = got.cpu().view(torch.uint8).split([rows, -rows % 16], dim=1)
+    assert torch.equal(turned.t()[is_number], codes.view(torch.uint8)[is_number])
+    assert not got[:, :rows].cpu().float().t()[~is_number].isfinite().any()
+    assert not filler.any()
 
 
 @on_each_device

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from acceler8 import recipes
 from acceler8.conversion import convert, plan, restore
 from acceler8.formats import E4M3
+from acceler8.nn import state_of
 from acceler8.parallel.fp8_all_gather import gather_in_fp8
 from acceler8.recipes import Gemm, Operand, Recipe
 from acceler8.scaling import GRANULARITIES
@@ -125,14 +126,18 @@ def train(mesh: DeviceMesh, name: str, checkpointed: bool) -> Facts:
 
 
 def accumulated(mesh: DeviceMesh) -> Facts:
-    """Two micro-batches, of which only the second exchanges gradients; codes are gathered for each."""
+    """Two micro-batches, of which only the second exchanges gradients; codes are gathered for each, scales are not."""
     rank = mesh.get_local_rank()
     model, alone = shard(make_model("tensorwise"), mesh), make_model("tensorwise")
     gather_in_fp8(model)
     x, target = make_data(mesh.size())
+    all_reduces = []
     for step, is_last in enumerate((False, True)):
         model.set_requires_gradient_sync(is_last)
-        F.mse_loss(model(x[rank, step]), target[rank, step]).backward()
+        with RecordingAllReduce() as all_reduce:
+            y = model(x[rank, step])
+        all_reduces.append(all_reduce.calls)
+        F.mse_loss(y, target[rank, step]).backward()
     of_ranks = []
     for other in range(mesh.size()):
         alone.zero_grad()
@@ -141,7 +146,46 @@ def accumulated(mesh: DeviceMesh) -> Facts:
         of_ranks.append({name: full(p.grad) for name, p in alone.named_parameters()})
     managed = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     return {"grads": {name: full(model.get_parameter(name).grad) for name in managed},
-            "alone": {name: torch.stack([g[name] for g in of_ranks]).mean(0) for name in managed}}  # fmt: skip
+            "alone": {name: torch.stack([g[name] for g in of_ranks]).mean(0) for name in managed},
+            "all_reduces": all_reduces}  # fmt: skip
+
+
+def scales(mesh: DeviceMesh) -> Facts:
+    """How often scales are made, by what a forward is; weights are edited unnoticed in front of each but the second."""
+    model = shard(make_model("tensorwise"), mesh)
+    gather_in_fp8(model)
+    weight = model.blocks[0].up.weight
+    x, _ = make_data(mesh.size())
+    facts: Facts = {"all_reduces": {}, "finite": {}, "sharded": {}}
+
+    def look(name: str) -> None:
+        with RecordingAllReduce() as all_reduce:
+            y = model(x[0, 0])
+        if y.requires_grad:
+            y.sum().backward()
+        facts["all_reduces"][name] = len(all_reduce.calls)
+        facts["finite"][name] = bool(y.isfinite().all())
+        facts["sharded"][name] = isinstance(model.head.weight, DTensor)
+        weight.data.mul_(1.5)
+
+    model.set_requires_gradient_sync(False)
+    look("first micro-batch")
+    weight.data.div_(1.5)
+    look("later micro-batch")
+    state_of(model).drop_codes()  # what steps and loading do
+    look("behind loading")
+    state_of(model).drop_codes()
+    model.set_requires_gradient_sync(True)
+    look("last micro-batch")
+    look("next step")
+    model.eval()
+    with torch.no_grad():
+        look("evaluation")
+    model.train()
+    with torch.no_grad():
+        look("evaluation in FP8")
+    look("behind evaluations")
+    return facts
 
 
 def compiled(mesh: DeviceMesh) -> Facts:
@@ -334,6 +378,7 @@ SCENARIOS = {
     "train-rowwise-checkpointed": lambda mesh: train(mesh, "rowwise", True),
     "concatenated": concatenated,
     "accumulated": accumulated,
+    "scales": scales,
     "compiled": compiled,
     "gather-tensorwise": lambda mesh: gather(mesh, "tensorwise"),
     "gather-rowwise": lambda mesh: gather(mesh, "rowwise"),

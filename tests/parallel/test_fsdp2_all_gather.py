@@ -17,6 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from acceler8.kernels import compute_amax
+from acceler8.parallel.fp8_all_gather import _amaxes_of
+
 RANKS = 2
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
@@ -25,6 +28,7 @@ SCENARIOS = (
     *TRAININGS,
     "concatenated",
     "accumulated",
+    "scales",
     "compiled",
     "gather-tensorwise",
     "gather-rowwise",
@@ -214,6 +218,37 @@ def test_micro_batches_accumulate_before_one_exchange(facts):
         assert got["grads"].keys() == got["alone"].keys()
         for name, gradient in got["grads"].items():
             assert same_bits(gradient, got["alone"][name]), name
+
+
+def test_micro_batches_of_a_step_share_its_scales(facts):
+    for got in facts["accumulated"]:
+        assert got["all_reduces"] == [[("torch.int32", 4)], []]
+
+
+def test_scales_are_made_wherever_a_weight_may_have_changed(facts):
+    """And no forward computes with those of before, nor leaves codes of them behind."""
+    for got in facts["scales"]:
+        without = [name for name, count in got["all_reduces"].items() if not count]
+        assert without == ["later micro-batch", "evaluation"]
+        assert set(got["all_reduces"].values()) == {0, 1}
+        assert all(got["finite"].values())
+        assert all(got["sharded"].values())
+
+
+def test_amaxes_of_many_shards_are_those_of_each():
+    """Bit for bit, and a NaN is on top whatever its sign."""
+    generator = torch.Generator().manual_seed(6)
+    tensors = [torch.randn(rows, 5, generator=generator) for rows in (3, 1, 0, 7, 4)]
+    tensors[0][1, 1], tensors[3][2, 2] = -torch.inf, torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)
+    assert tensors[3].isnan().any()
+    for dtype in (torch.float32, torch.bfloat16):
+        shards = [t.to(dtype) for t in tensors]
+        found = _amaxes_of(shards).view(torch.float32)
+        expected = torch.stack([compute_amax(t) for t in shards])
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        assert _amaxes_of(shards).argmax() == 3
+    assert not _amaxes_of([torch.empty(0, 4)]).any()
 
 
 def test_compiled_blocks_keep_gradients_in_high_precision(facts):

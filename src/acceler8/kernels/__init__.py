@@ -26,7 +26,7 @@ from acceler8.kernels.scaled_matmul import (
     scaled_matmul_ref,
 )
 from acceler8.kernels.statistics import CastStatistics, read_statistics
-from acceler8.kernels.transpose import transpose_codes, transpose_ref
+from acceler8.kernels.transpose import transpose_bytes, transpose_codes, transpose_ref
 
 __all__ = [
     "ACTIVATIONS",
@@ -64,6 +64,7 @@ __all__ = [
     "read_statistics",
     "scaled_matmul",
     "scaled_matmul_ref",
+    "transpose_bytes",
     "transpose_codes",
     "transpose_ref",
 ]

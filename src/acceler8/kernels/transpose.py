@@ -153,3 +153,19 @@ def transpose_codes(q: Quantized, cols: int) -> Quantized:
     else:
         turned = torch.ops.acceler8.transpose_codes.default(q.codes, scale_inv, largest, cols)
     return Quantized(turned, largest, TENSORWISE)
+
+
+def transpose_bytes(codes: Tensor) -> Tensor:
+    """The transposed codes of a tensor whose scale does not change with them: of one scale, or of a scale a column.
+
+    Shape: codes [R, C] E4M3 or E5M2, contiguous -> [C, R'], R' = R filled with zeros to a multiple of 16.
+    Numerics: every number keeps its code; a NaN is a NaN. Codes of infinities are not to be among them: no cast makes
+        them.
+    """
+    rows, cols = codes.shape
+    if _triton.runs_on(codes) and codes.numel():
+        ones = torch.ones(rows, dtype=torch.float32, device=codes.device)
+        return _transpose_triton(codes, ones, ones[:1], cols)
+    out = torch.zeros(cols, _out_width(rows), dtype=torch.uint8, device=codes.device)
+    out[:, :rows] = codes.view(torch.uint8).t()
+    return out.view(codes.dtype)

@@ -4,7 +4,10 @@ FSDP2 gathers each weight twice a step, in forward and for backward, in 2 or 4 b
 it to FP8 on every rank. Here each rank casts its own shard before it travels: one byte an element, and 1/ranks of the
 casting. The codes are those of the whole weight, bit for bit, because a cast is elementwise once its scale is known,
 and a scale needs only the amax of its group. The amaxes of all weights lie in one flat vector, which one MAX
-all-reduce completes in front of each forward of the root module. They travel as integers: the bits of a non-negative
+all-reduce completes in front of a forward of the root module. Weights may change unnoticed between any two forwards
+(fused optimizers and edits through ``.data`` are not counted), so each forward does that, but for two: a later
+micro-batch behind one whose gradients are not exchanged yet, for its step is still to come; and an evaluation in high
+precision, which reads no codes. They travel as integers: the bits of a non-negative
 FP32 are ordered as their values are, with NaN on top, while an FP32 MAX may lose a NaN.
 
 Weights whose scale spans the tensor need one set of codes, since dgrad's are the same ones transposed. Row scales
@@ -29,6 +32,8 @@ shards), #162815 (``grad_dtype``); torchao's float8 all-gather.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,8 +47,9 @@ from torch.nn import functional as F
 from acceler8.errors import PlanError, VerifyError
 from acceler8.formats import FORMATS, Format, encode
 from acceler8.functional import WeightCodes
-from acceler8.kernels import Quantized, compute_amax, quantize
+from acceler8.kernels import Quantized, compute_amax, quantize, transpose_bytes
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
+from acceler8.parallel.fsdp2_reshard import reshard_without_backward
 from acceler8.recipes import Recipe
 from acceler8.scaling import ROWWISE, TENSORWISE, Granularity, compute_scale
 
@@ -56,9 +62,9 @@ _FP8_DTYPES = tuple(fmt.torch_dtype for fmt in FORMATS.values())
 class GatheredCodes(WeightCodes):
     """Codes of one weight that arrive by all-gather, in the weight's place."""
 
-    def __init__(self, name: str, sharded: DTensor) -> None:
+    def __init__(self, name: str, sharded: DTensor, on_change: Callable[[], None]) -> None:
         super().__init__()
-        self.name, self.sharded = name, sharded
+        self.name, self.sharded, self._on_change = name, sharded, on_change
         self._arrived: tuple[Quantized, ...] = ()
         self._dtype = sharded.dtype
 
@@ -75,6 +81,11 @@ class GatheredCodes(WeightCodes):
             )
         return self._dtype
 
+    def drop(self) -> None:
+        """A step boundary, or weights were loaded: their scales may be others."""
+        super().drop()
+        self._on_change()
+
     def follow(self, *weights: Tensor) -> None:
         """Nothing to drop: each gather brings codes of the weight as it then is."""
 
@@ -83,7 +94,7 @@ class GatheredCodes(WeightCodes):
         if orientation == "rows":
             return self._arrived[0]
         codes, scale_inv, granularity = self._arrived[-1]
-        transposed = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+        transposed = transpose_bytes(codes)
         return Quantized(transposed, scale_inv.t() if scale_inv.ndim else scale_inv, granularity)
 
     def in_high_precision(self, weight: Tensor) -> Tensor:
@@ -120,13 +131,18 @@ class _ShardedWeight:
         mesh = _shard_mesh(sharded)
         self._shard_rows = -(-self._rows // mesh.size())
         self._first = min(mesh.get_local_rank() * self._shard_rows, self._rows)
-        self.codes = GatheredCodes(name, sharded)
+        self.codes = GatheredCodes(name, sharded, owner.forget)
         self.local: Tensor | None = None
 
     @property
     def size(self) -> int:
         """Places in the flat vector."""
         return sum(self._length(dim) for dim in self._owner.casts)
+
+    @property
+    def reads_codes(self) -> bool:
+        """False if the layer's next forward computes in high precision."""
+        return self._layer._acceler8_layer.is_fp8(self._layer.training)
 
     def _length(self, dim: int | None) -> int:
         return 1 if dim is None else self._rows if dim == 1 else self._cols
@@ -229,6 +245,7 @@ class Fp8AllGather:
         self.casts = _CASTS[self.granularity]
         self.pow2, self._group = recipe.pow2_scales, mesh.get_group()  # each copy of the model has all amaxes
         self._scales: _Scales | None = None
+        self._holds = False  # behind a micro-batch whose gradients wait for others, until a step or loading
         self._size = 0
         self.weights: list[_ShardedWeight] = []
         for name, layer in layers:
@@ -251,21 +268,40 @@ class Fp8AllGather:
     def refresh(self) -> None:
         """Make the scales of all weights as they now are: one collective, on every rank of the mesh.
 
-        The root module's forward begins with it. Call it by hand only to gather outside of that (``unshard()``).
+        A forward of the root module begins with it. Call it by hand to gather outside of that (``unshard()``), and for
+        weights that were changed between micro-batches of one step.
         """
         for weight in self.weights:
             weight.bind()
         device = self.weights[0].codes.sharded.device
         own = torch.zeros(self._size, dtype=torch.int32, device=device)
-        for weight in self.weights:
-            weight.write_amax(own)
+        if self.casts == (None,):
+            own.copy_(_amaxes_of([weight.local for weight in self.weights if weight.local is not None]))
+        else:
+            for weight in self.weights:
+                weight.write_amax(own)
         bits = own.clone()
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         amax = bits.view(torch.float32)
         self._scales = _Scales(own, amax, *compute_scale(amax, self.fmt, pow2=self.pow2))
 
+    def forget(self) -> None:
+        """Weights changed: the next forward makes scales."""
+        self._holds = False
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.refresh()
+        """Decided by what is the same on all ranks, for a collective hangs on it."""
+        trains = torch.is_grad_enabled()
+        if self._scales is not None and (self._holds or (not trains and not self._reads_codes())):
+            for weight in self.weights:
+                weight.bind()
+        else:
+            self.refresh()
+        if trains:
+            self._holds = not _exchanges_gradients(module)
+
+    def _reads_codes(self) -> bool:
+        return any(weight.reads_codes for weight in self.weights)
 
     def remove(self) -> None:
         """Not possible: FSDP2 keeps the buffers that it once made for the codes. Raises: PlanError."""
@@ -305,6 +341,21 @@ def _amax_bits(x: Tensor, dim: int | None) -> Tensor:
     return compute_amax(x, dim).reshape(-1).view(torch.int32)
 
 
+def _amaxes_of(tensors: list[Tensor]) -> Tensor:
+    """Bits of the amax of each, 0 of an empty one: int32 [tensors], in a few launches for all."""
+    filled = [t for t in tensors if t.numel()]
+    norms = iter(torch._foreach_norm(filled, math.inf, dtype=torch.float32) if filled else ())
+    zero = tensors[0].new_zeros((), dtype=torch.float32)
+    found = torch.stack([next(norms) if t.numel() else zero for t in tensors])
+    return found.abs().view(torch.int32)  # a NaN may come with a sign, whose bits are no maximum
+
+
+def _exchanges_gradients(model: nn.Module) -> bool:
+    """False if ``set_requires_gradient_sync(False)`` holds."""
+    units = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    return all(group.reduce_grads for unit in units for group in unit._fsdp_param_groups)
+
+
 def _spread(scale: Tensor, dim: int | None) -> Tensor:
     """Scales of one cast in the shape that broadcasts against ``[rows, cols]``."""
     return scale.reshape(()) if dim is None else scale.unsqueeze(dim)
@@ -329,6 +380,7 @@ def gather_in_fp8(model: nn.Module) -> Fp8AllGather:
         state.codes[:] = [weight.codes if codes is own.codes else codes for codes in state.codes]
         own.codes = weight.codes
         layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
+    reshard_without_backward(model)  # an evaluation may leave codes of stale scales
     model.register_forward_pre_hook(gather._before_forward, prepend=True)  # ahead of FSDP2's own, which gathers
     state.attached.insert(0, gather)  # restore() asks it to leave, before it changes anything
     return gather

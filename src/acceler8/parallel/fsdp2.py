@@ -45,7 +45,8 @@ from acceler8.parallel.activation_checkpoint import checkpoint_blocks
 from acceler8.parallel.ddp import share_amaxes
 from acceler8.parallel.fp8_all_gather import gather_in_fp8
 from acceler8.parallel.fsdp2_load import Place, fill_from_first, make_empty, places_of, take_from_first
-from acceler8.parallel.fsdp2_optimizer import ReplacedParameters, StrangerGuard
+from acceler8.parallel.fsdp2_optimizer import ReplacedParameters, StepGuard
+from acceler8.parallel.fsdp2_reshard import gathered_parameters, reshard_without_backward
 from acceler8.parallel.fsdp2_units import WrapPolicy, find_blocks_of, find_units
 from acceler8.parallel.protocol import Strategy
 
@@ -177,6 +178,7 @@ class ShardedProcesses(Strategy):
                 new = places[0].module._parameters[places[0].key]
                 assert new is not None
                 self._replaced.note(old, new, places[0].name)
+        reshard_without_backward(model)
         self._replaced.add_model(model)
         self._models.append(weakref.ref(model))
         for optimizer in optimizers:
@@ -254,9 +256,11 @@ class ShardedProcesses(Strategy):
     # -- optimizers
 
     def take(self, optimizer: Optimizer) -> Optimizer:
-        """The same optimizer, holding the Parameters that took the place of those that were sharded."""
+        """The same optimizer, holding the Parameters that took the place of those that were sharded. Each step frees
+        what is still gathered.
+        """
         self._replaced.put_into(optimizer)
-        optimizer.register_step_pre_hook(StrangerGuard(self._replaced))
+        optimizer.register_step_pre_hook(StepGuard(self._replaced))
         return optimizer
 
     # -- a step
@@ -270,7 +274,9 @@ class ShardedProcesses(Strategy):
         loss.backward(**options)
         if is_last:
             models = [model for ref in self._models if (model := ref()) is not None]
-            gradients.average_plain([p for model in models for p in model.parameters()])
+            managed = {number for model in models for number in gathered_parameters(model)}
+            own = {id(p): p for model in models for p in model.parameters()}
+            gradients.average_plain(p for number, p in own.items() if number not in managed)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """The norm over all shards; the same on every process, which all call this."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -54,12 +55,29 @@ def take_from_first(model: nn.Module) -> None:
 
 @torch.no_grad()
 def make_empty(model: nn.Module, is_first: bool) -> list[Tensor | None]:
-    """Put Parameters on the meta device in the place of all; returns process 0's values, in order, None elsewhere."""
+    """Put Parameters on the meta device in the place of all; returns process 0's values, in order, None elsewhere.
+
+    They and buffers have process 0's dtypes: it may have loaded a checkpoint in BF16 where the others only built the
+    model. Every process calls this.
+    """
+    dtypes = _dtypes_of_first(model)
     held = []
     for p, places in places_of(model):
         held.append(p.detach() if is_first else None)
-        put(places, nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
+        empty = torch.empty_like(p, device="meta", dtype=dtypes.get(places[0].name, p.dtype))
+        put(places, nn.Parameter(empty, requires_grad=p.requires_grad))
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(dtypes.get(f"{path}.{key}".lstrip("."), buffer.dtype))
     return held
+
+
+def _dtypes_of_first(model: nn.Module) -> dict[str, torch.dtype]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    sent = [{name: t.dtype for name, t in named}]
+    dist.broadcast_object_list(sent, 0)
+    return sent[0]
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from acceler8.errors import ConfigError
+from acceler8.parallel.fsdp2_reshard import reshard
 from acceler8.parallel.fsdp2_whole import shard_of
 
 
@@ -46,6 +47,11 @@ class ReplacedParameters:
     def add_model(self, model: nn.Module) -> None:
         """A model whose Parameters optimizers may hold."""
         self._models.add(model)
+
+    def reshard(self) -> None:
+        """Free what is gathered of all models."""
+        for model in self._models:
+            reshard(model)
 
     def stale(self, optimizer: Optimizer) -> list[str]:
         """Names of the Parameters that the optimizer holds and that were replaced."""
@@ -122,16 +128,20 @@ class _StaleGuard:
             )
 
 
-class StrangerGuard:
-    """Hook in front of a prepared optimizer's step: its Parameters are those of prepared models."""
+class StepGuard:
+    """Hook in front of a prepared optimizer's step: models hold shards, and its Parameters are prepared models'.
+
+    What is still gathered would hold the weights of before the step, and hide the Parameters that optimizers hold.
+    """
 
     def __init__(self, replaced: ReplacedParameters) -> None:
         self._replaced = weakref.ref(replaced)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise ConfigError otherwise."""
+        """Free gathered weights. Raise ConfigError if it holds other Parameters."""
         if (replaced := self._replaced()) is not None:
+            replaced.reshard()
             replaced.check(optimizer)
 
 
-__all__ = ["ReplacedParameters", "StrangerGuard"]
+__all__ = ["ReplacedParameters", "StepGuard"]

@@ -96,7 +96,7 @@ def shard_of(full: Tensor, like: DTensor) -> DTensor:
 def check_same_on_all(model: nn.Module) -> None:
     """Raise ConfigError, on every process, unless all have a model of the same parameters and buffers."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    lines = [f"{name} {tuple(t.shape)} {getattr(t, 'requires_grad', False)}" for name, t in named]
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {getattr(t, 'requires_grad', False)}" for name, t in named]
     own = (hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, own[0])
@@ -108,7 +108,7 @@ def check_same_on_all(model: nn.Module) -> None:
     differ = sorted(set(every[0]) ^ set(every[other]))
     raise ConfigError(
         f"{type(model).__name__}: processes 0 and {other} have different models, such as in {differ[0]!r}; allowed:"
-        " the same parameters, shapes and requires_grad in every process; build the model the same way in all"
+        " the same parameters and buffers, shapes, dtypes and requires_grad in every process; build it alike in all"
     )
 
 
