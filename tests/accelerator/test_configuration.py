@@ -12,7 +12,7 @@ import acceler8
 from acceler8 import backends, recipes
 from acceler8.accelerator import Accelerator
 from acceler8.costs import BF16, CostTable, file_name, user_folder
-from acceler8.errors import Acceler8Error, ConfigError, NotInThisVersionError, RecipeError
+from acceler8.errors import Acceler8Error, ConfigError, RecipeError
 from acceler8.nn import Fp8Linear, fp8_layers, state_of
 from acceler8.utils import (
     AORecipeKwargs,
