@@ -119,6 +119,18 @@ def test_a_stream_resumed_twice_does_not_count_the_first_time_twice(workers):
     assert seen + torch.cat(list(start(state))).tolist() == list(range(40))
 
 
+def test_the_length_is_that_of_a_whole_epoch_behind_a_resume_too():
+    first = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(40), 4))
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    other = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(40), 8))
+    other.load_state_dict(first.state_dict())
+    assert len(other) == 5
+    assert sum(map(len, other)) == 28
+    assert len(other) == len(list(other)) == 5
+
+
 def test_a_stream_that_knows_its_place_goes_on_by_itself():
     class Knows(Stream):
         at = 0

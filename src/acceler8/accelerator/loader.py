@@ -104,7 +104,10 @@ class AcceleratedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Batches of this process in an epoch."""
+        """Batches of this process in a whole epoch, or that a loader of ``skip_first_batches`` gives.
+
+        So it is behind a resume too, whose first pass gives what is left: steps of a schedule are counted by it.
+        """
         whole = len(self.loader)
         if self.reader is not None and not self.reader.split:
             count = self.reader.processes.num_processes
