@@ -40,12 +40,12 @@ def sent_numbers(model: nn.Module) -> Iterator[None]:
     It views each Parameter as bytes, which torch refuses for a single number (0.19.8, engine._broadcast_model); those
     that carry ``ds_optim_param`` it leaves out. Remove when it sends them.
     """
-    numbers = [p for p in model.parameters() if p.ndim == 0 and not is_partitioned(p)]
+    numbers: list[Any] = [p for p in model.parameters() if p.ndim == 0 and not is_partitioned(p)]
     for p in numbers:
         sent = p.detach().reshape(1)
         dist.broadcast(sent.view(torch.uint8), 0)
         p.data.copy_(sent[0])
-        p.ds_optim_param = True  # type: ignore[attr-defined]
+        p.ds_optim_param = True
     try:
         yield
     finally:
