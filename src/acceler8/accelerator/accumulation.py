@@ -117,8 +117,8 @@ class Accumulation:
         if self.strategy.is_sharded or self.strategy.is_engine:
             raise NotInThisVersionError(
                 f"join_uneven_inputs got uneven batches and the strategy {self.strategy.name!r}, whose every forward"
-                " and backward needs all processes; allowed: even batches, or the strategy 'ddp'; keep even_batches=True,"
-                " and gather_for_metrics drops the copies, or set drop_last=True"
+                " and backward needs all processes; allowed: even batches, or the strategy 'ddp'; keep"
+                " even_batches=True, and gather_for_metrics drops the copies, or set drop_last=True"
             )
         models = [model for model in joinables if isinstance(model, nn.Module)]
         delayed = any(keeps_history(model) for model in models)
