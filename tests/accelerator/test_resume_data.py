@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from acceler8 import Accelerator
-from acceler8.accelerator import place
+from acceler8.accelerator import epoch_position
 from acceler8.errors import CheckpointError
 from tests.accelerator.resume_data import CHANGES, LOADERS, ROUNDS, SAMPLES, Stream
 
@@ -154,7 +154,7 @@ def test_a_stream_that_knows_its_place_goes_on_by_itself():
     batches = iter(loader)
     first = torch.cat([next(batches) for _ in range(3)]).tolist()
     state = loader.state_dict()
-    assert place.holds_state(state["loader"])
+    assert epoch_position.holds_state(state["loader"])
     again = start()
     again.load_state_dict(state)
     assert first + torch.cat(list(again)).tolist() == list(range(40))
