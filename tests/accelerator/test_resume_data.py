@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from acceler8 import Accelerator
-from acceler8.accelerator import place
+from acceler8.accelerator import epoch_position
 from acceler8.errors import CheckpointError
 from tests.accelerator.resume_data import CHANGES, LOADERS, ROUNDS, SAMPLES, Stream
 
@@ -119,6 +119,18 @@ def test_a_stream_resumed_twice_does_not_count_the_first_time_twice(workers):
     assert seen + torch.cat(list(start(state))).tolist() == list(range(40))
 
 
+def test_the_length_is_that_of_a_whole_epoch_behind_a_resume_too():
+    first = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(40), 4))
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    other = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(40), 8))
+    other.load_state_dict(first.state_dict())
+    assert len(other) == 5
+    assert sum(map(len, other)) == 28
+    assert len(other) == len(list(other)) == 5
+
+
 def test_a_stream_that_knows_its_place_goes_on_by_itself():
     class Knows(Stream):
         at = 0
@@ -142,7 +154,7 @@ def test_a_stream_that_knows_its_place_goes_on_by_itself():
     batches = iter(loader)
     first = torch.cat([next(batches) for _ in range(3)]).tolist()
     state = loader.state_dict()
-    assert place.holds_state(state["loader"])
+    assert epoch_position.holds_state(state["loader"])
     again = start()
     again.load_state_dict(state)
     assert first + torch.cat(list(again)).tolist() == list(range(40))

@@ -39,6 +39,12 @@ def run(folder: Path, *pairs: str) -> dict:
                 assert other["losses"] == one["losses"]
                 assert other["reset"] == ()
             assert_same(in_order(resumed["last"]), in_order(saved["last"]))
+        told = [process["told"] for process in processes if "told" in process]
+        assert len(told) == (len(processes) if target.startswith("zero") else 0)
+        if told:
+            assert told.pop() == "ValueError: planted"
+            other = f"CheckpointError: process {len(told)} could not do its part of the checkpoint: planted"
+            assert told == [other] * len(told)
     for key, told in facts.items():
         if key[0] == "damaged":
             assert all("optimizer.safetensors has sha256" in text for text in told)

@@ -38,7 +38,24 @@ def resumes(folder: Path, form: str) -> dict[str, Any]:
     facts = {"state": training.everything(), "reset": report.reset}
     facts["losses"] = training.train(STEPS, STEPS + MORE)
     facts["last"] = training.everything()["model"]
+    if training.accelerator.strategy.is_engine and training.count > 1:
+        facts["told"] = one_fails(training, folder)
     return facts
+
+
+def one_fails(training: Sharded, folder: Path) -> str:
+    """What each process says where the last one cannot load a model that the engine has sent it."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("planted")
+
+    if training.rank == training.count - 1:
+        training.accelerator.strategy.unwrap(training.model).load_state_dict = fails
+    try:
+        training.accelerator.load_state(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def is_damaged(folder: Path, form: str) -> str:

@@ -100,18 +100,13 @@ class Accumulation:
         joinables: prepared models. ``even_batches`` overrides the loaders' inside; where they are even nothing has
         to be joined. With one process the block just runs.
         Raises: NotInThisVersionError for delayed scaling and FP16, whose own exchanges a process that ended would miss,
-            and for sharded models.
+            and for FSDP2 and DeepSpeed.
         """
         joinables = list(joinables)
         if self.processes.num_processes == 1:
             yield
             return
         is_even = self.dataloader_config.even_batches if even_batches is None else even_batches
-        if self.strategy.is_sharded and not is_even:
-            raise NotInThisVersionError(
-                "join_uneven_inputs got uneven batches and a sharded model, whose every forward needs all processes;"
-                " allowed: even batches; keep even_batches=True, and gather_for_metrics drops the copies"
-            )
         if not is_even:
             self._check_can_join(joinables)
         changed = []
@@ -130,9 +125,9 @@ class Accumulation:
     def _check_can_join(self, joinables: list[Any]) -> None:
         if self.strategy.is_sharded or self.strategy.is_engine:
             raise NotInThisVersionError(
-                f"join_uneven_inputs got uneven batches and the strategy {self.strategy.name!r}; allowed: the strategy"
-                " 'ddp', for a shard's owner cannot leave the others; keep even_batches=True, and gather_for_metrics"
-                " drops the copies, or set drop_last=True"
+                f"join_uneven_inputs got uneven batches and the strategy {self.strategy.name!r}, whose every forward"
+                " and backward needs all processes; allowed: even batches, or the strategy 'ddp'; keep"
+                " even_batches=True, and gather_for_metrics drops the copies, or set drop_last=True"
             )
         models = [model for model in joinables if isinstance(model, nn.Module)]
         if self.strategy.name == "deepspeed":

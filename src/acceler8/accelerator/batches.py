@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
-from acceler8.accelerator.place import own_order
+from acceler8.accelerator.epoch_position import own_order
 from acceler8.errors import ConfigError
 
 

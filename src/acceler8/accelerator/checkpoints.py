@@ -171,6 +171,8 @@ class Checkpoints:
         except BaseException:
             resume.undo()  # where this process could and another could not
             raise
+        for exchange in resume.exchanges(wanted):
+            self._group.run(exchange)
         report = self._group.run(lambda: resume.finish(wanted))
         if config.automatic_checkpoint_naming:
             config.iteration = 1 + max(numbered(config.checkpoints()), default=-1)

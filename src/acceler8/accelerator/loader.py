@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
-from acceler8.accelerator import place
+from acceler8.accelerator import epoch_position
 from acceler8.accelerator.batches import SeedableSampler, ShardedBatches, ShardedStream, check_split
 from acceler8.accelerator.dispatch import Part, Reader
 from acceler8.accelerator.gradients import GradientState, LoaderPlace
@@ -88,7 +88,8 @@ class AcceleratedLoader:
         self.loader, self.context, self.batches, self.reader = loader, context, batches, reader
         self.device, self.gradients = context.device, context.gradients
         self.iteration, self.skip, self._skipped = 0, 0, 0
-        self._base, self._rounds = place.START, 0  # what was used before this pass, and rounds of this process in it
+        # what was used before this pass, and rounds of this process in it
+        self._base, self._rounds = epoch_position.START, 0
         self._drop_last, self._shared = drop_last, shared
         self._place: LoaderPlace | None = None
         self._unread = 0  # batches of a stream to read and drop
@@ -104,7 +105,10 @@ class AcceleratedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Batches of this process in an epoch."""
+        """Batches of this process in a whole epoch, or that a loader of ``skip_first_batches`` gives.
+
+        So it is behind a resume too, whose first pass gives what is left: steps of a schedule are counted by it.
+        """
         whole = len(self.loader)
         if self.reader is not None and not self.reader.split:
             count = self.reader.processes.num_processes
@@ -219,7 +223,7 @@ class AcceleratedLoader:
         """Leave out what all processes used before, whoever they were."""
         point = None if resume is None else resume.get("go_on")
         told = None if resume is None else resume.get("used")
-        self._base = point["used"] if point else place.START if told is None else told["base"]
+        self._base = point["used"] if point else epoch_position.START if told is None else told["base"]
         self._rounds = skip if resume is None or point or told is None else told["rounds"]
         samples, batches = self._base["samples"] or 0, self._base["batches"] or 0
         self._unread = 0
@@ -234,14 +238,14 @@ class AcceleratedLoader:
         if point and point["loader"] is None and not is_own:
             self._unread = batches
         elif not point and told is not None and not self._takes_state(resume):
-            self._unread = self._rounds if is_own else place.batches_used(told) or 0
+            self._unread = self._rounds if is_own else epoch_position.batches_used(told) or 0
 
     def _takes_state(self, resume: Any) -> bool:
         """Whether the loader under this one goes on by its own state; else this one reads and drops."""
         inner = (resume.get("go_on") or resume)["loader"]
         is_stream = isinstance(self.loader.dataset, IterableDataset)
         return bool(inner) and (
-            not is_stream or resume.get("used") is None is resume.get("go_on") or place.holds_state(inner)
+            not is_stream or resume.get("used") is None is resume.get("go_on") or epoch_position.holds_state(inner)
         )
 
     def _begin(self, has_begun: bool) -> Iterator[Any]:
@@ -323,7 +327,7 @@ class AcceleratedLoader:
     def _used(self) -> dict[str, Any]:
         is_one = self.context.processes.num_processes == 1
         is_split = self.reader.split if self.reader is not None else self.context.config.split_batches
-        return place.used(
+        return epoch_position.used(
             self._base, self._rounds, self._total(), 1 if is_one or is_split else self.context.processes.num_processes
         )
 
@@ -352,17 +356,17 @@ class AcceleratedLoader:
         """What a place in the middle of an epoch is a place of."""
         sampler, dataset = (None if self.batches is None else type(self.batches.sampler)), self.given.dataset
         is_stream = isinstance(dataset, IterableDataset)
-        reads = place.OWN if isinstance(self.loader.dataset, ShardedStream) else place.WHOLE
+        reads = epoch_position.OWN if isinstance(self.loader.dataset, ShardedStream) else epoch_position.WHOLE
         facts: dict[str, Any] = {
-            "sampler": place.name_of(sampler),
+            "sampler": epoch_position.name_of(sampler),
             "num_workers": getattr(self.loader, "num_workers", None),
             "dispatch_batches": self.reader is not None,
             "num_processes": self.context.processes.num_processes,
-            "batching": None if self.batches is None else place.name_of(type(self.batches.batch_sampler)),
+            "batching": None if self.batches is None else epoch_position.name_of(type(self.batches.batch_sampler)),
             "batch_size": self.loader.batch_size if self.batches is None else self.batches.batch_size,
             "is_stream": is_stream,
-            "reads": place.SHARDS
-            if is_stream and self.loader.dataset is not dataset and reads == place.WHOLE
+            "reads": epoch_position.SHARDS
+            if is_stream and self.loader.dataset is not dataset and reads == epoch_position.WHOLE
             else reads,
             "total_batch_size": self._total(),
         }
@@ -384,7 +388,7 @@ class AcceleratedLoader:
         other = [name for name in now if name in saved and saved[name] != now[name]]
         if not other and not lost:
             return state, ""
-        point, samples = place.go_on(state, now, lost)
+        point, samples = epoch_position.go_on(state, now, lost)
         said = [name for name in other if name in _SAID] or other
         parts = [f"{name} was {saved[name]}, now {now[name]}" for name in said]
         differs = ", ".join(parts + ([f"{lost} batches of the unfinished step come again"] if lost else []))
@@ -481,8 +485,8 @@ def _check_state(state: Any) -> None:
         ("seed", lambda seed: seed is None or type(seed) is int, "an integer or None"),
         ("order", _is_random_state, "a generator's state or None"),
         ("loader", lambda inner: inner is None or isinstance(inner, dict), "a dict or None"),
-        ("used", place.is_used, "what state_dict() returns"),
-        ("go_on", place.is_point, "what state_dict() returns"),
+        ("used", epoch_position.is_used, "what state_dict() returns"),
+        ("go_on", epoch_position.is_point, "what state_dict() returns"),
     ):
         if (key not in state and key not in ("used", "go_on")) or not is_fine(state.get(key)):
             raise CheckpointError(

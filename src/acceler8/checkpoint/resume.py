@@ -134,12 +134,18 @@ class Resume:
                 unsure = True
         return unsure
 
+    def exchanges(self, models: Collection[int]) -> list[Action]:
+        """What an engine loads, each in all processes together; call the next when all are through the one before.
+
+        One that fails in a process does so behind what it exchanges: then the others learn it, and do not wait for that
+        process in the next one.
+        """
+        return [] if self.engine is None else [*(self._models[i] for i in models), *self._optimizers]
+
     def finish(self, models: Collection[int]) -> LoadReport:
-        """Change the rest, after ``attempt``."""
-        for i in models:
+        """Change the rest, after ``attempt`` and ``exchanges``."""
+        for i in models if self.engine is None else ():
             self._models[i]()
-        for load in self._optimizers if self.engine is not None else ():
-            load()
         for action in self._fp8:
             action()
         for model in self.training.models:

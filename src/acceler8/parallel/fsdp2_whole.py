@@ -20,7 +20,7 @@ from acceler8.errors import CheckpointError, ConfigError
 from acceler8.parallel.first_process import from_process_0
 
 
-class _Place(NamedTuple):
+class _TensorForm(NamedTuple):
     """Stands for a tensor in a structure that is sent to the other processes."""
 
     shape: tuple[int, ...]
@@ -199,26 +199,26 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Put process 0's whole ``state`` into an optimizer of sharded Parameters, on all."""
     is_first = dist.get_rank() == 0
     packed: Any = from_process_0(
-        lambda: _map_tensors(dict(state), lambda t: _Place(tuple(t.shape), t.dtype)), "the state of the optimizer"
+        lambda: _map_tensors(dict(state), lambda t: _TensorForm(tuple(t.shape), t.dtype)), "the state of the optimizer"
     )
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     own = [p for group in optimizer.param_groups for p in group["params"]]
     order = dict(zip(numbers, own, strict=False))
     for number, values in packed["state"].items():
-        for key, place in values.items():
-            if isinstance(place, _Place):
+        for key, form in values.items():
+            if isinstance(form, _TensorForm):
                 given = state["state"][number][key] if is_first else None
-                values[key] = _spread(given, place, order.get(number), key)
+                values[key] = _spread(given, form, order.get(number), key)
     optimizer.load_state_dict(packed)
 
 
-def _spread(given: Tensor | None, place: _Place, p: Any, key: str) -> Tensor:
+def _spread(given: Tensor | None, form: _TensorForm, p: Any, key: str) -> Tensor:
     """Process 0's tensor of one parameter's state, sharded as the parameter if it has a number for each element, or a
     row for each of its rows (scales).
     """
     device = _device_of(p) if isinstance(p, Tensor) else torch.device("cpu")
-    alone = not place.shape
-    value = from_first(given, torch.Size(place.shape), place.dtype, device)
+    alone = not form.shape
+    value = from_first(given, torch.Size(form.shape), form.dtype, device)
     if alone or not isinstance(p, DTensor):
         return value.cpu() if alone else value
     rows = p.shape[0]
@@ -243,7 +243,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {key: _map_tensors(inner, change) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, _Place):
+    if isinstance(value, (list, tuple)) and not isinstance(value, _TensorForm):
         return type(value)(_map_tensors(inner, change) for inner in value)
     return value
 

@@ -52,13 +52,13 @@ def go_on(state: Mapping[str, Any], now: Mapping[str, Any], lost: int) -> tuple[
     samples = None if size is None or before is None else before + rounds * size
     if rounds < 0 or any(saved[name] != now[name] for name in ("sampler", "samples", "batching", "is_stream")):
         return None, samples
-    place: dict[str, Any] = {"samples": samples, "batches": None, "loader": None}
+    position: dict[str, Any] = {"samples": samples, "batches": None, "loader": None}
     if not now["is_stream"]:
         if now["batching"] in _CUTS and samples is not None:
-            return place, samples
+            return position, samples
         if now["batching"] is None or saved["batch_size"] != now["batch_size"] or told["base"]["batches"] is None:
             return None, samples
-        return place | {"batches": batches_used(told, lost)}, samples
+        return position | {"batches": batches_used(told, lost)}, samples
     return _in_stream(state, now, samples, batches_used(told, lost), lost), samples
 
 
@@ -66,18 +66,18 @@ def _in_stream(
     state: Mapping[str, Any], now: Mapping[str, Any], samples: int | None, batches: int | None, lost: int
 ) -> dict[str, Any] | None:
     saved, inner = state["of"], state["loader"]
-    place: dict[str, Any] = {"samples": samples, "batches": None, "loader": None}
+    position: dict[str, Any] = {"samples": samples, "batches": None, "loader": None}
     same = all(saved[name] == now[name] for name in ("batch_size", "num_workers"))
     if saved["reads"] == now["reads"] == WHOLE and same and batches is not None:
         if holds_state(inner):
-            return None if lost else place | {"loader": inner, "batches": batches}
-        return place | {"batches": batches}
+            return None if lost else position | {"loader": inner, "batches": batches}
+        return position | {"batches": batches}
     if SHARDS in (saved["reads"], now["reads"]) or saved["num_workers"] or now["num_workers"] or samples is None:
         return None
     if now["reads"] == OWN:
-        return place
+        return position
     return (
-        place | {"batches": samples // now["batch_size"]}
+        position | {"batches": samples // now["batch_size"]}
         if now["batch_size"] and not samples % now["batch_size"]
         else None
     )
