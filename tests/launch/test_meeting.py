@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def test_a_host_that_is_frozen_is_noticed_in_time_also_inside_a_call(capfd: pyte
         time.sleep(4.5)
         assert not other.is_lost(), "a host that answers was given up"
         assert other.end() is None
+        before = len(os.listdir("/dev/fd"))
         freeze()
         start = time.monotonic()
         assert not other.is_lost()
@@ -84,6 +86,7 @@ def test_a_host_that_is_frozen_is_noticed_in_time_also_inside_a_call(capfd: pyte
         took = time.monotonic() - start
         assert ends == [f"the launcher at 127.0.0.1:{port}, machine 0, has not answered for 3 s"]
         assert took < 15
+        assert len(os.listdir("/dev/fd")) <= before, "handles were left open"
         assert other.is_lost()
         assert other.end() == ends[0]
         other.announce_end("too late")
