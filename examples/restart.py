@@ -3,6 +3,9 @@
 acceler8 launch --num_processes 2 --max_restarts 3 examples/restart.py
 acceler8 launch --num_processes 2 --max_restarts 3 examples/restart.py --crash_at 7     # crashes once, ends the same
 
+On SIGTERM, as a cluster sends it before it takes a node away, all processes save behind the same step and end; the next
+start goes on there. Behind the last step a start has nothing to do.
+
 The same line works on several machines (docs/multi_node.md); the project folder must then be on a disk that all share.
 """
 
@@ -12,6 +15,7 @@ import argparse
 import hashlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -34,6 +38,7 @@ def train(args: argparse.Namespace) -> None:
     project = ProjectConfiguration(args.project, automatic_checkpoint_naming=True, total_limit=2)
     fp8 = NativeRecipeKwargs(recipe=args.recipe)
     accelerator = Accelerator(mixed_precision="fp8", cpu=args.cpu, project_config=project, kwargs_handlers=[fp8])
+    signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())  # a step is never broken off in the middle
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -43,6 +48,10 @@ def train(args: argparse.Namespace) -> None:
     if any(Path(args.project, "checkpoints").glob("checkpoint_[0-9]*")):  # a start after a crash, or by hand
         step = accelerator.load_state().progress["step"]  # weights, optimizer, scales, place in the data, dice
         accelerator.print(f"resumed at step {step}")
+        if step >= args.steps:  # a job that is requeued behind its end
+            accelerator.print("nothing is left to train")
+            accelerator.end_training()
+            return
     while step < args.steps:
         for x, y in loader:
             loss = mse_loss(model(x), y)
@@ -51,8 +60,12 @@ def train(args: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % args.save_every == 0:
+            stop = accelerator.check_trigger()  # in any process: all save behind the same step
+            if step % args.save_every == 0 or stop:
                 accelerator.save_state(progress={"step": step})
+            if stop:
+                accelerator.print(f"stopped behind step {step}, which is saved")
+                sys.exit(128 + signal.SIGTERM)
             if step == args.steps:
                 break
     weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -18,6 +23,16 @@ from acceler8.launch.meeting import Meeting
 meeting = Meeting("127.0.0.1", int(sys.argv[1]), is_host=True, timeout_s=30)
 time.sleep(600)
 """
+
+
+@contextmanager
+def frozen_host(port: int) -> Iterator[Callable[..., None]]:
+    """A host in a process of its own, and a function that sends it a signal, SIGSTOP unless told otherwise."""
+    with subprocess.Popen([sys.executable, "-c", HOST, str(port)], env={"PYTHONPATH": str(SOURCE)}) as host:
+        try:
+            yield lambda signum=signal.SIGSTOP: host.send_signal(signum)
+        finally:
+            host.kill()
 
 
 def test_the_machine_with_the_store_leaves_last():
@@ -50,6 +65,45 @@ def test_the_end_of_the_host_is_noticed_without_a_word_from_torch(capfd: pytest.
     other.announce_end("too late")
     other.leave(0, 1, 2)
     assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_is_frozen_is_noticed_in_time_also_inside_a_call(capfd: pytest.CaptureFixture[str]):
+    """As one without power, or behind a cut network: no connection ends, and no call returns."""
+    port = free_port()
+    with frozen_host(port) as freeze:
+        other = Meeting("127.0.0.1", port, is_host=False, timeout_s=60, lost_after_s=3.0)
+        time.sleep(4.5)
+        assert not other.is_lost(), "a host that answers was given up"
+        assert other.end() is None
+        before = len(os.listdir("/dev/fd"))
+        freeze()
+        start = time.monotonic()
+        assert not other.is_lost()
+        caller = threading.Thread(target=lambda: ends.append(other.end()), daemon=True)
+        ends: list[str | None] = []
+        caller.start()
+        caller.join(30)
+        took = time.monotonic() - start
+        assert ends == [f"the launcher at 127.0.0.1:{port}, machine 0, has not answered for 3 s"]
+        assert took < 15
+        assert len(os.listdir("/dev/fd")) <= before, "handles were left open"
+        assert other.is_lost()
+        assert other.end() == ends[0]
+        other.announce_end("too late")
+        other.leave(0, 1, 2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_host_that_leaves_in_between_is_no_failure():
+    port = free_port()
+    with frozen_host(port) as freeze:
+        other = Meeting("127.0.0.1", port, is_host=False, timeout_s=60)
+        freeze(signal.SIGKILL)
+        wait_until(other.is_lost)
+        other.store.set("key", "")  # is sent; the answer to it is that the connection is gone
+        time.sleep(0.5)
+        other.is_lost = lambda: False  # type: ignore[method-assign]  # the look came a moment before
+        other.leave(0, 1, 2)
 
 
 def test_who_ends_the_run_says_why():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.namespaces import missing, two_machines
-from tests.launch.support import SOURCE, needs_linux, write
+from tests.launch.support import SOURCE, free_port, needs_linux, write
 
 pytestmark = needs_linux
 EXAMPLE = SOURCE.parent / "examples" / "restart.py"
@@ -98,6 +98,39 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         finally:
             ends = finish(started)
     return ends
+
+
+# In place of its crash it gets SIGTERM; then it is started again, and once more behind its end.
+STOPPED = f"""
+import os, runpy, signal, sys
+kill = os.kill
+os.kill = lambda pid, signum: kill(pid, signal.SIGTERM)
+for crash_at in "3", "-1", "-1":
+    sys.argv = [{str(EXAMPLE)!r}, "--cpu", "--project", "stopped", "--steps", "10", "--crash_at", crash_at]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print("status", end.code)
+"""
+
+
+def test_a_stopped_training_has_saved_and_a_finished_one_has_nothing_to_do(tmp_path: Path):
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED],
+        cwd=tmp_path,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    stopped, status, resumed, end, again, nothing = done.stdout.splitlines()
+    assert (stopped, status) == ("stopped behind step 4, which is saved", "status 143")
+    assert resumed == "resumed at step 4"
+    assert end.startswith("step 10: loss 0x")
+    assert (again, nothing) == ("resumed at step 10", "nothing is left to train")
 
 
 def last_line(output: str) -> str:

@@ -39,7 +39,7 @@ REFUSED = {
     "deepspeed_plugins": "give one deepspeed_plugin",
 }
 
-_RANK = "every process holds the whole model; use process_index"
+_RANK = "data is split over all processes, and no model by layer or row; use process_index"
 # Members of Accelerate's class that are not here, and what to do instead.
 ABSENT = {
     "context_parallel_rank": _RANK,

@@ -5,7 +5,8 @@ connection is gone. An end of a launch must not look like that, so nobody touche
 and the host goes last:
 
 - every other machine also holds a plain connection to the store's port, on which nothing is ever sent. Its end
-  says that the host is gone, whatever ended it;
+  says that the host is gone, whatever ended it. A host that is frozen or unplugged ends nothing: a thread asks the
+  store every few seconds, and ends the connections of a host that does not answer (see ``pulse``);
 - who ends the run before its time says so in the store, with the reason; the others look there as they wait;
   In the moments in which a killed host's sockets are still open, torch's warnings are all that happens: the launcher
   loads torch with those turned off (see ``run.load_elastic``);
@@ -29,6 +30,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from acceler8.errors import LaunchError
+from acceler8.launch.pulse import Pulse
 
 LEAVE_LIMIT_S = 30.0
 """How long the host waits for the others to leave, at the end of a run that succeeded; only a machine that was lost
@@ -42,6 +44,9 @@ RETRY_S = 0.2
 
 POLL_S = 0.02
 """Between two looks of the host, at the end, at who has left."""
+
+CLOSE_LIMIT_S = 1.0
+"""Between the ends of two connections to a host that is gone."""
 
 ENDED = "acceler8/ended"
 LEFT = "acceler8/left"
@@ -126,14 +131,19 @@ class Meeting:
     """One machine's hold on the store of the run at ``address`` and ``port``.
 
     is_host: whether this machine hosts the store. None: it does if the address is its own and the port is free.
+    lost_after_s: a host that answers nothing for as many seconds is gone.
     Raises: RendezvousConnectionError if nobody hosts one within ``timeout_s``; LaunchError if it cannot listen.
     """
 
-    def __init__(self, address: str, port: int, *, is_host: bool | None, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, port: int, *, is_host: bool | None, timeout_s: float, lost_after_s: float = 15.0
+    ) -> None:
         self.address, self.port = address, port
         self._watched: socket.socket | None = None
         self._worker_store: Any = None
         self._has_left = False
+        self._lost_after_s = lost_after_s
+        self._pulse: Pulse | None = None
         listener = self._listener(is_host)
         self.is_host = listener is not None
         if listener is not None:
@@ -146,6 +156,7 @@ class Meeting:
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=False, timeout=timedelta(seconds=ANSWER_LIMIT_S)
         )
+        self._pulse = Pulse(address, port, lost_after_s)
 
     def _listener(self, is_host: bool | None) -> socket.socket | None:
         if is_host:
@@ -192,15 +203,35 @@ class Meeting:
                 self.store.set(ENDED, reason)
 
     def end(self) -> str | None:
-        """Why the run is over before its time, if another machine has said so."""
-        if self.is_lost():
-            return None if self._has_left else f"the launcher at {self.address}:{self.port}, machine 0, is gone"
-        return self.store.get(ENDED).decode() if self.store.check([ENDED]) else None
+        """Why the run is over before its time, if another machine has said so, or machine 0 is lost."""
+        try:
+            if not self.is_lost():
+                return self.store.get(ENDED).decode() if self.store.check([ENDED]) else None
+        except DistError:
+            if not self.is_lost_soon():
+                raise
+        return None if self._has_left else self._how_it_ended()
+
+    def is_lost_soon(self) -> bool:
+        """Whether the host is gone, once a call has failed: the watched connection may end a moment later."""
+        if self._watched is None or self._has_left:
+            return self._has_left
+        select.select([self._watched], [], [], CLOSE_LIMIT_S)
+        return self.is_lost()
+
+    def _how_it_ended(self) -> str:
+        what = "is gone"
+        if self._pulse is not None and self._pulse.was_late:
+            what = f"has not answered for {self._lost_after_s:g} s"
+        return f"the launcher at {self.address}:{self.port}, machine 0, {what}"
 
     def leave(self, attempt: int, rank: int, machines: int, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Leave, as number ``rank`` of ``machines``; the host waits for the others, at most ``limit_s``."""
+        if self._pulse is not None:
+            self._pulse.stop()
         if not self.is_lost():
-            self._say_goodbye(attempt, rank, machines, limit_s)
+            with suppress(DistError, RuntimeError):  # the host may go at any moment; this machine is done
+                self._say_goodbye(attempt, rank, machines, limit_s)
         self._has_left = True
         if self._watched is not None:
             self._watched.close()

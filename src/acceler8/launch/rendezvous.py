@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -127,7 +128,11 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         """Meet as ``spec`` says. Raises: RendezvousConnectionError, LaunchError."""
         is_host = spec.machine_rank == 0 if spec.rdzv_backend == "static" else None
         meeting = Meeting(
-            spec.address, spec.main_process_port or DEFAULT_PORT, is_host=is_host, timeout_s=spec.rdzv_timeout_s
+            spec.address,
+            spec.main_process_port or DEFAULT_PORT,
+            is_host=is_host,
+            timeout_s=spec.rdzv_timeout_s,
+            lost_after_s=spec.lost_after_s,
         )
         handler: ElasticRendezvous = cls.from_backend(
             spec.run_id,
@@ -230,13 +235,18 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def say_finished(self, store: Any) -> None:
         """Tell the other machines of this round, in its ``store``, that the workers here have succeeded."""
         if not self.meeting.is_lost():
-            store.set(f"{FINISHED}/{self.rank}", "")
+            with suppress(DistError):  # the host is gone: nobody waits for this any more
+                store.set(f"{FINISHED}/{self.rank}", "")
 
     def have_all_finished(self, store: Any) -> bool:
         """Whether the workers of all machines have succeeded, or the host of the store is gone."""
-        if self.meeting.is_lost():
-            return True
-        return bool(store.check([f"{FINISHED}/{rank}" for rank in range(self.spec.num_machines)]))
+        try:
+            if not self.meeting.is_lost():
+                return bool(store.check([f"{FINISHED}/{rank}" for rank in range(self.spec.num_machines)]))
+        except DistError:
+            if not self.meeting.is_lost_soon():
+                raise
+        return True
 
     def leave(self, limit_s: float, *, may_return: bool = False) -> None:
         """Leave the other machines; nobody uses the store after this. The host waits for them, at most ``limit_s``.
