@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from acceler8.accelerator.deepspeed_settings import own_config, precision_of_file, set_precision, steps_of_file
-from acceler8.config.resolve import load, parse_assignments
+from acceler8.config.code import gather, values_from_code
+from acceler8.config.resolve import check, load, parse_assignments
 from acceler8.config.sources import Effective
 from acceler8.errors import ConfigError
 from acceler8.parallel.deepspeed_config import fill, read_config, sizes_of, without_autos
@@ -115,6 +116,21 @@ def test_the_json_says_it_all_but_clipping_is_the_scripts_where_it_is_silent(tmp
     assert precision_of_file(given, plugin) == "bf16"
     with pytest.raises(ConfigError, match="gradient_accumulation_steps 2, and DeepSpeed's configuration says 4"):
         own_config(effective(**settings, gradient_accumulation_steps=2), plugin)
+
+
+@pytest.mark.parametrize("said", ["auto", 1, 4])
+def test_a_script_may_name_the_steps_that_its_file_leaves_open(tmp_path: Path, monkeypatch, said: Any):
+    """A script that passes ``gradient_accumulation_steps=1``, as examples do, was refused with any file."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    (tmp_path / "ds.json").write_text(json.dumps({**ZERO, "gradient_accumulation_steps": said}))
+    given = gather(values_from_code(gradient_accumulation_steps=1))
+    check(given)
+    if said == 4:
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps 1, and DeepSpeed's configuration says 4"):
+            own_config(given, None)
+    else:
+        assert own_config(given, None)[0]["gradient_accumulation_steps"] == said
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ from acceler8.errors import ConfigError, NotInThisVersionError
 from acceler8.nn import keeps_history
 from acceler8.nn.gradients import GradientWindow, set_windows
 from acceler8.parallel import Strategy
+
+_log = logging.getLogger("acceler8")
 
 
 class Accumulation:
@@ -109,6 +112,10 @@ class Accumulation:
         is_even = self.dataloader_config.even_batches if even_batches is None else even_batches
         if not is_even:
             self._check_can_join(joinables)
+        elif self.strategy.is_sharded or self.strategy.is_engine:
+            _log.warning(
+                "join_uneven_inputs joins nothing under %s: every process must make as many steps", self.strategy.name
+            )
         changed = []
         for loader in self._dataloaders:
             batches = loader.batches

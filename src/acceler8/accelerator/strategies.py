@@ -28,15 +28,15 @@ def make_strategy(
     is_fsdp = effective["distributed_type"] == "FSDP"
     if processes.num_processes == 1:
         if is_fsdp:
-            _log.info("distributed_type FSDP: this is the only process, so it holds the whole model")
+            _log.warning("distributed_type FSDP: this is the only process, so it holds the whole model")
         return SingleProcess(processes.device)
     if is_fsdp and strategy_word(effective) != "NO_SHARD":
         options, notes = sharding_options(effective, processes, fsdp)
         for note in notes if processes.process_index == 0 else ():
-            _log.info(note)
+            _log.warning(note)
         return ShardedProcesses(processes.device, processes.process_index, processes.num_processes, options)
     if is_fsdp and processes.process_index == 0:
-        _log.info("fsdp_sharding_strategy NO_SHARD: each process holds the whole model, by DistributedDataParallel")
+        _log.warning("fsdp_sharding_strategy NO_SHARD: each process holds the whole model, by DistributedDataParallel")
     return ReplicatedProcesses(
         processes.device,
         processes.process_index,

@@ -189,7 +189,11 @@ def _deepspeed_problems(given: _Given) -> Iterator[str]:
     section, backend = "deepspeed_config.", "fp8_config.backend"
     file = section + "deepspeed_config_file"
     for key in _OF_DEEPSPEED_FILE:
-        if given[file] is not None and given[section + key] is not None:
+        # the constructor's own number is compared with the file's, which may say "auto"
+        is_argument = key == "gradient_accumulation_steps" and given.effective.source(section + key).precedence is (
+            Precedence.CODE
+        )
+        if given[file] is not None and given[section + key] is not None and not is_argument:
             yield given.problem(section + key, file, allowed="one of the two; DeepSpeed's file says it already")
     if given[section + "zero_stage"] == 3 and given["mixed_precision"] == "fp8" and given[backend] == "MSAMP":
         yield given.problem(backend, section + "zero_stage", allowed="stages 0, 1, 2 with MSAMP; or another backend")
