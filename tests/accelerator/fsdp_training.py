@@ -11,7 +11,7 @@ from acceler8 import Accelerator, recipes
 from acceler8.utils import AORecipeKwargs, NativeRecipeKwargs
 from tests.accelerator.fsdp_support import Facts, Model, fp8, in_fp32, make_optimizer, plugin, train
 
-RECIPES = ("rowwise", "tensorwise", "delayed", "blockwise", "mxfp8")
+RECIPES = ("rowwise", "tensorwise", "delayed", "blockwise", "mxfp8", "activations_only")
 GW_HP = recipes.get("rowwise").with_gemms(wgrad=False)
 """x and dy are scaled by token and the weight by row: nothing depends on how a batch is divided. With SGD, for AdamW's
 first updates are as large as the learning rate whatever the gradient is, and one near zero may turn its sign."""
