@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,17 @@ def missing_hardware(*, sm: int = 0, gpus: int = 1) -> str | None:
     if sum(major * 10 + minor >= sm for major, minor in found) >= gpus:
         return None
     return f"{need}; this machine has " + ", ".join(f"sm_{major}{minor}" for major, minor in found)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_a_launch_is_left() -> Iterator[None]:
+    """End a process group that the test began, and unset LOCAL_RANK: DeepSpeed needs both in one process too."""
+    had_group, local_rank = torch.distributed.is_initialized(), os.environ.get("LOCAL_RANK")
+    yield
+    if not had_group and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if local_rank is None:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -29,10 +30,20 @@ time.sleep(600)
 def frozen_host(port: int) -> Iterator[Callable[..., None]]:
     """A host in a process of its own, and a function that sends it a signal, SIGSTOP unless told otherwise."""
     with subprocess.Popen([sys.executable, "-c", HOST, str(port)], env={"PYTHONPATH": str(SOURCE)}) as host:
+
+        def send(signum: int = signal.SIGSTOP) -> None:
+            host.send_signal(signum)
+            if signum == signal.SIGSTOP:  # until all its threads stand still it may answer once more
+                wait_until(lambda: all(map(stands_still, Path(f"/proc/{host.pid}/task").iterdir())))
+
         try:
-            yield lambda signum=signal.SIGSTOP: host.send_signal(signum)
+            yield send
         finally:
             host.kill()
+
+
+def stands_still(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_the_machine_with_the_store_leaves_last():
