@@ -137,11 +137,6 @@ class Accumulation:
                 " even_batches=True, and gather_for_metrics drops the copies, or set drop_last=True"
             )
         models = [model for model in joinables if isinstance(model, nn.Module)]
-        if self.strategy.name == "deepspeed":
-            raise NotInThisVersionError(
-                "join_uneven_inputs got uneven batches under DeepSpeed, whose engine cannot wait for others; allowed:"
-                " even_batches=True, and gather_for_metrics drops the copies"
-            )
         delayed = any(keeps_history(model) for model in models)
         if delayed or self.scaler is not None:
             what = "the recipe 'delayed'" if delayed else "mixed_precision='fp16'"

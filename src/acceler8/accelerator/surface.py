@@ -121,7 +121,7 @@ class Surface:
                     " write Accelerator(mixed_precision='fp8'), which picks recipe and backend"
                 )
             strategy = self.__dict__.get("strategy")
-            if strategy is not None and strategy.name == "deepspeed":
+            if strategy is not None and strategy.is_engine:
                 raise ConfigError(
                     f"mixed_precision was set to {word!r} under DeepSpeed, whose configuration was made for {before!r};"
                     f" write Accelerator(mixed_precision={word!r})"
