@@ -295,12 +295,12 @@ class Accelerator(Surface, PrepareOne, AtLevel, Tracking, Properties, Accumulati
 
     def _check_backend_runs_there(self) -> None:
         """A recipe that the backend does not run under this strategy is said now; its device, when a model is there."""
-        if self.recipe is None:
+        if self.recipe is None or self.strategy.name == "single":
             return
         own = [self.recipe] if isinstance(self.recipe, Recipe) else [made for _, made in self.recipe.patterns if made]
         for recipe in own:
             why = backends.find(self.backend).lacks(recipe, torch.device("meta"), self.strategy.name)
-            if why is not None and self.strategy.name != "single":
+            if why is not None:
                 raise PlanError(why)
 
     def _recipe(self) -> Recipe | LayerRecipes | None:
